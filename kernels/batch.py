@@ -1,0 +1,165 @@
+"""What every kernel is given: the tensors of one launch, and where each sits in its parameter.
+
+A kernel never sees a parameter, an optimizer or a process group. It sees a `Batch`: lists of
+contiguous tensors of one dtype set on one device, and for each tensor the `Segment`s that say
+which elements of the unsharded parameter it holds. The random bits are keyed by the latter, so
+the result does not depend on how a parameter is cut (design: "Rounding contract").
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SAMPLES = 1024  # elements per segment that `flag_foreign` compares
+SAMPLE_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: a Weyl sequence, no period against columns
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of a local buffer and its place in the unsharded parameter.
+
+    Local element `offset + r * inner + c` is element `base + r * row_stride + c` (row-major flat
+    index) of the parameter that `param_id` names, for `0 <= r < rows` and `0 <= c < inner`.
+    """
+
+    param_id: int
+    base: int
+    rows: int
+    inner: int
+    row_stride: int
+    offset: int = 0
+
+    @classmethod
+    def whole(cls, param_id: int, numel: int) -> "Segment":
+        """The segment of an unsharded parameter of `numel` elements."""
+        return cls(param_id, base=0, rows=1, inner=numel, row_stride=numel)
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.inner
+
+    def split(self, size: int) -> Iterator["Segment"]:
+        """Cut into segments of at most `size` elements (bounds the reference's temporaries)."""
+        step_rows, step_inner = max(1, size // max(1, self.inner)), min(self.inner, size)
+        for r in range(0, self.rows, step_rows):
+            for c in range(0, self.inner, max(1, step_inner)):
+                yield Segment(
+                    self.param_id,
+                    base=self.base + r * self.row_stride + c,
+                    rows=min(step_rows, self.rows - r),
+                    inner=min(step_inner, self.inner - c),
+                    row_stride=self.row_stride,
+                    offset=self.offset + r * self.inner + c,
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class AdamHyper:
+    """Hyper-parameters of one parameter group, named as in `torch.optim.Adam`.
+
+    `decoupled` is AdamW's weight decay. `lr` and the betas may be 0-d tensors; the Triton backend
+    never reads those on the host.
+    """
+
+    lr: float | Tensor
+    beta1: float | Tensor
+    beta2: float | Tensor
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+
+
+@dataclass
+class Batch:
+    """Tensors of one dtype set on one device: what one launch updates.
+
+    All lists are parallel. Tensors are contiguous and owned by the caller; kernels write
+    `containers`, `masters`, the moments and `steps` in place.
+
+    containers: bf16, or fp32 on the bf16 grid. Written, and read only by the foreign-write kernels.
+    masters: fp32, finite values at most the largest finite bf16.
+    steps: 0-d fp32, the parameter's own step count; dither epoch t when `epoch` is None.
+    epoch: dither epoch shared by all tensors (dither "sync" and "held"), or None for "fresh".
+    grads: bf16 or fp32 (Adam only, as are the moments and `hypers`); `max_exp_avg_sqs` is empty
+        without amsgrad.
+    grad_scale, found_inf: 0-d or one-element fp32 tensors as torch's GradScaler sets them.
+    cache: for the backend's own use between launches on the same parameters.
+    """
+
+    containers: list[Tensor]
+    masters: list[Tensor]
+    segments: list[Sequence[Segment]]
+    steps: list[Tensor]
+    seed: int
+    epoch: int | None
+    grads: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    hypers: list[AdamHyper] = field(default_factory=list)
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+
+def power(x: float, n: int) -> float:
+    """x**n for n >= 0 by repeated squaring: only IEEE products, so every backend agrees on it."""
+    result = 1.0
+    while n:
+        if n & 1:
+            result *= x
+        x *= x
+        n >>= 1
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars:
+    """What an Adam step needs of its hyper-parameters and step count, in float64.
+
+    Each is rounded once to fp32 before it meets a tensor. `m += lerp * (g - x)` starts from
+    `x = exp_avg`, or from `x = g` when `from_grad`: the two branches of `torch.lerp`.
+    """
+
+    grad_factor: float  # sign of maximize / grad_scale
+    decay: float  # 1 - lr * weight_decay (AdamW), else 1
+    l2: float  # weight_decay (Adam), else 0
+    lerp: float
+    from_grad: float  # 1.0 or 0.0
+    beta2: float
+    one_minus_beta2: float
+    neg_step_size: float
+    bias_correction2_sqrt: float
+    eps: float
+
+
+def adam_scalars(hyper: AdamHyper, step: int, grad_scale: float = 1.0) -> AdamScalars:
+    """The scalars of step number `step` (1 for the first), as `torch.optim.adam` computes them."""
+    lr, beta1, beta2 = float(hyper.lr), float(hyper.beta1), float(hyper.beta2)
+    weight = 1 - beta1
+    from_grad = weight >= 0.5
+    return AdamScalars(
+        grad_factor=(-1.0 if hyper.maximize else 1.0) / grad_scale,
+        decay=1 - lr * hyper.weight_decay if hyper.decoupled else 1.0,
+        l2=0.0 if hyper.decoupled else float(hyper.weight_decay),
+        lerp=weight - 1.0 if from_grad else weight,
+        from_grad=float(from_grad),
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        neg_step_size=-(lr / (1 - power(beta1, step))),
+        bias_correction2_sqrt=(1 - power(beta2, step)) ** 0.5,
+        eps=float(hyper.eps),
+    )
+
+
+def sample_positions(numel: int) -> Tensor:
+    """The positions (int64, local to a segment) that `flag_foreign` compares: one per stratum."""
+    count = min(numel, SAMPLES)
+    k = torch.arange(count)
+    low, high = k * numel // max(count, 1), (k + 1) * numel // max(count, 1)
+    mixed = (k * (SAMPLE_MIX - 2**64) >> 20) & (2**44 - 1)
+    return low + mixed % (high - low)

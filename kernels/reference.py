@@ -1,0 +1,209 @@
+"""The executable specification: every kernel in plain torch operations, on any device.
+
+Each operation rounds once in fp32; no `lerp`, `addcmul` or `addcdiv` (torch fuses them), and
+square roots are taken in float64 and rounded (torch's CPU sqrt is an ulp off on some values).
+The compiled backends (`cpu`, `gpu`) take the same arguments and give the same bits.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fc_optim.kernels.batch import (
+    AdamScalars,
+    Batch,
+    Segment,
+    adam_scalars,
+    sample_positions,
+)
+
+CHUNK = 1 << 18  # elements per pass: bounds the int64 temporaries to a few MB
+MASK32 = 0xFFFFFFFF
+SIGN = -0x80000000
+INF = 0x7F800000
+QUIET_NAN = 0x7FC00000
+LARGEST_BF16 = 0x7F7F0000
+
+PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57  # Salmon et al. 2011, table 2
+PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+
+Counter = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Counter, seed: int) -> Counter:
+    """Philox4x32-10 (Salmon et al. 2011): four 32-bit words per counter, held in int64 tensors."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & MASK32, seed >> 32 & MASK32
+    for _ in range(10):
+        # The int64 product wraps, its 64 bits are right; the mask undoes the arithmetic shift.
+        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
+        c0, c1, c2, c3 = (
+            (p1 >> 32 & MASK32) ^ c1 ^ k0,
+            p1 & MASK32,
+            (p0 >> 32 & MASK32) ^ c3 ^ k1,
+            p0 & MASK32,
+        )
+        k0, k1 = (k0 + PHILOX_W0) & MASK32, (k1 + PHILOX_W1) & MASK32
+    return c0, c1, c2, c3
+
+
+def random_words(
+    segment: Segment, *, seed: int, t: int, stream: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The 16-bit random words of a segment's elements, in local order: int32 `[numel]`."""
+    columns = torch.arange(segment.inner, device=device, dtype=torch.int64)
+    rows = torch.arange(segment.rows, device=device, dtype=torch.int64) * segment.row_stride
+    if segment.rows == 1 and segment.inner:  # a contiguous run: one Philox call for 8 elements
+        lane = segment.base & 7
+        g = torch.arange(
+            segment.base >> 3, (segment.base + segment.inner + 7) >> 3, device=device
+        )
+        words = torch.stack(_philox_of_groups(g, segment.param_id, seed, t, stream), dim=-1)
+        pair = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten().to(torch.int32)
+        return pair[lane : lane + segment.inner]
+    e = (segment.base + rows[:, None] + columns).flatten()
+    return random_words_at(e, param_id=segment.param_id, seed=seed, t=t, stream=stream)
+
+
+def random_words_at(e: Tensor, *, param_id: int, seed: int, t: int, stream: int = 0) -> Tensor:
+    """The 16-bit random words of the elements with flat indices `e` (int64): int32, same shape."""
+    words = torch.stack(_philox_of_groups(e >> 3, param_id, seed, t, stream), dim=-1)
+    lane = e & 7
+    word = words.gather(-1, (lane >> 1).unsqueeze(-1)).squeeze(-1)
+    return (word >> 16 * (lane & 1) & 0xFFFF).to(torch.int32)
+
+
+def _philox_of_groups(g: Tensor, param_id: int, seed: int, t: int, stream: int) -> Counter:
+    c0, c1 = g & MASK32, g >> 32 | stream << 28
+    return philox4x32(
+        (c0, c1, torch.full_like(g, param_id), torch.full_like(g, t & MASK32)), seed
+    )
+
+
+def canonical_bits(bits: Tensor) -> Tensor:
+    """fp32 patterns (int32) as a master may hold them: NaN quiet, finite values within bf16."""
+    magnitude, sign = bits & 0x7FFFFFFF, bits & SIGN
+    bits = torch.where((magnitude > LARGEST_BF16) & (magnitude < INF), sign | LARGEST_BF16, bits)
+    return torch.where(magnitude > INF, sign | QUIET_NAN, bits)
+
+
+def round_bits(bits: Tensor, words: Tensor) -> Tensor:
+    """Stochastic rounding of fp32 patterns: the bf16 pattern in the high half, zeros below.
+
+    Add and truncate. On canonical patterns the addition cannot carry out of a NaN, an Inf or the
+    largest finite bf16, since their low 16 bits are zero.
+    """
+    return (canonical_bits(bits) + words) & -0x10000
+
+
+def store_shadow(container: Tensor, shadow: Tensor) -> None:
+    """Write shadow bits (int32, as `round_bits` gives them) into a bf16 or fp32 container."""
+    if container.dtype == torch.bfloat16:
+        container.view(torch.int16).copy_(shadow >> 16)
+    else:
+        container.view(torch.int32).copy_(shadow)
+
+
+def load_container(container: Tensor) -> Tensor:
+    """A container's values as fp32 patterns (int32), canonical."""
+    return canonical_bits(container.float().view(torch.int32))
+
+
+def _dither_epoch(batch: Batch, i: int) -> int:
+    return int(batch.steps[i].item()) if batch.epoch is None else batch.epoch
+
+
+def _chunks(batch: Batch, i: int) -> Iterator[tuple[Segment, slice]]:
+    for segment in batch.segments[i]:
+        for part in segment.split(CHUNK):
+            yield part, slice(part.offset, part.offset + part.numel)
+
+
+def round_(batch: Batch) -> None:
+    """containers <- stochastic rounding of masters, with the current dither epoch."""
+    for i, (container, master) in enumerate(zip(batch.containers, batch.masters, strict=True)):
+        t = _dither_epoch(batch, i)
+        for part, at in _chunks(batch, i):
+            words = random_words(part, seed=batch.seed, t=t, device=master.device)
+            shadow = round_bits(master.view(-1)[at].view(torch.int32), words)
+            store_shadow(container.view(-1)[at], shadow)
+
+
+def flag_foreign(batch: Batch) -> Tensor:
+    """int32 `[tensors]`, 1 where a sampled element of a container is not its master's shadow."""
+    flags = torch.zeros(len(batch.masters), dtype=torch.int32, device=batch.masters[0].device)
+    for i, (container, master) in enumerate(zip(batch.containers, batch.masters, strict=True)):
+        t = _dither_epoch(batch, i)
+        for s in batch.segments[i]:
+            local = sample_positions(s.numel).to(master.device)
+            e = s.base + local // max(s.inner, 1) * s.row_stride + local % max(s.inner, 1)
+            words = random_words_at(e, param_id=s.param_id, seed=batch.seed, t=t)
+            at = local + s.offset
+            shadow = round_bits(master.view(-1)[at].view(torch.int32), words)
+            foreign = load_container(container.view(-1)[at]) != shadow
+            flags[i] |= foreign.any()
+    return flags
+
+
+def adopt_(batch: Batch, flags: Tensor) -> Tensor:
+    """In flagged tensors, masters <- containers where a container is not its master's shadow.
+
+    Returns int64 `[tensors]`, the number of elements adopted.
+    """
+    counts = torch.zeros(len(batch.masters), dtype=torch.int64, device=batch.masters[0].device)
+    for i, flag in enumerate(flags.tolist()):
+        if not flag:
+            continue
+        t, container, master = _dither_epoch(batch, i), batch.containers[i], batch.masters[i]
+        for part, at in _chunks(batch, i):
+            bits = master.view(-1)[at].view(torch.int32)
+            words = random_words(part, seed=batch.seed, t=t, device=master.device)
+            found = load_container(container.view(-1)[at])
+            foreign = found != round_bits(bits, words)
+            counts[i] += foreign.sum()
+            bits.copy_(torch.where(foreign, found, bits))
+    return counts
+
+
+def adam_(batch: Batch) -> None:
+    """One step of Adam or AdamW, and its shadow. Source: `torch.optim.adam._single_tensor_adam`.
+
+    Reads grads; writes steps, moments, masters and containers. A non-zero `found_inf` leaves all
+    of them alone.
+    """
+    if batch.found_inf is not None and batch.found_inf.item() != 0:
+        return
+    scale = 1.0 if batch.grad_scale is None else batch.grad_scale.item()
+    for i, master in enumerate(batch.masters):
+        batch.steps[i] += 1
+        scalars = adam_scalars(batch.hypers[i], int(batch.steps[i].item()), scale)
+        t = _dither_epoch(batch, i)
+        for part, at in _chunks(batch, i):
+            _adam_chunk(batch, i, at, scalars)
+            bits = master.view(-1)[at].view(torch.int32)
+            words = random_words(part, seed=batch.seed, t=t, device=master.device)
+            store_shadow(batch.containers[i].view(-1)[at], round_bits(bits, words))
+
+
+def _adam_chunk(batch: Batch, i: int, at: slice, scalars: AdamScalars) -> None:
+    def fp32(x: float) -> Tensor:
+        return torch.tensor(x, dtype=torch.float64).to(torch.float32)
+
+    w, m, v = (x[i].view(-1)[at] for x in (batch.masters, batch.exp_avgs, batch.exp_avg_sqs))
+    g = batch.grads[i].view(-1)[at].float() * fp32(scalars.grad_factor)
+    if scalars.l2 != 0:
+        g = g + w * fp32(scalars.l2)
+    w.mul_(fp32(scalars.decay))
+    m.copy_((g if scalars.from_grad else m) + (g - m) * fp32(scalars.lerp))
+    v.copy_(v * fp32(scalars.beta2) + g * fp32(scalars.one_minus_beta2) * g)
+    second = v
+    if batch.max_exp_avg_sqs:
+        second = batch.max_exp_avg_sqs[i].view(-1)[at]
+        second.copy_(torch.maximum(second, v))
+    root = second.double().sqrt().to(torch.float32)
+    denominator = root / fp32(scalars.bias_correction2_sqrt) + fp32(scalars.eps)
+    w.add_(m * fp32(scalars.neg_step_size) / denominator)
+    bits = w.view(torch.int32)
+    bits.copy_(canonical_bits(bits))
+

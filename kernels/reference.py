@@ -56,9 +56,7 @@ def random_words(
     rows = torch.arange(segment.rows, device=device, dtype=torch.int64) * segment.row_stride
     if segment.rows == 1 and segment.inner:  # a contiguous run: one Philox call for 8 elements
         lane = segment.base & 7
-        g = torch.arange(
-            segment.base >> 3, (segment.base + segment.inner + 7) >> 3, device=device
-        )
+        g = torch.arange(segment.base >> 3, (segment.base + segment.inner + 7) >> 3, device=device)
         words = torch.stack(_philox_of_groups(g, segment.param_id, seed, t, stream), dim=-1)
         pair = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten().to(torch.int32)
         return pair[lane : lane + segment.inner]
@@ -76,9 +74,7 @@ def random_words_at(e: Tensor, *, param_id: int, seed: int, t: int, stream: int 
 
 def _philox_of_groups(g: Tensor, param_id: int, seed: int, t: int, stream: int) -> Counter:
     c0, c1 = g & MASK32, g >> 32 | stream << 28
-    return philox4x32(
-        (c0, c1, torch.full_like(g, param_id), torch.full_like(g, t & MASK32)), seed
-    )
+    return philox4x32((c0, c1, torch.full_like(g, param_id), torch.full_like(g, t & MASK32)), seed)
 
 
 def canonical_bits(bits: Tensor) -> Tensor:
@@ -206,4 +202,3 @@ def _adam_chunk(batch: Batch, i: int, at: slice, scalars: AdamScalars) -> None:
     w.add_(m * fp32(scalars.neg_step_size) / denominator)
     bits = w.view(torch.int32)
     bits.copy_(canonical_bits(bits))
-

@@ -1,0 +1,200 @@
+"""State dicts: what is saved, what a load restores, and the ways from and to plain torch."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fc_optim.batches import Managed, state_work
+from fc_optim.naming import GROUP_KEYS, STATE_KEYS
+
+if TYPE_CHECKING:
+    from fc_optim.optimizer import FairCastOptimizer
+
+StateDict = dict[str, Any]
+logger = logging.getLogger("fc_optim")
+
+ROUNDING_SCHEME = 1  # the bit contract: counter layout, lane order, add and truncate
+DITHERS = ("fresh", "sync", "held")
+_OPTIONS = ("seed", "dither", "epoch", "served_version")
+_KEPT = ("params", "param_names")  # a group's own, never loaded over
+
+
+def without_masters(state_dict: StateDict) -> StateDict:
+    """A state dict that loads moments and hyper-parameters but takes masters from the parameters.
+
+    The input is left as it is; tensors are shared with it.
+    """
+    state = {
+        k: {n: v for n, v in entry.items() if n != "master"}
+        for k, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def to_torch_state_dict(opt: "FairCastOptimizer") -> StateDict:
+    """The state dict that the base optimizer alone would have saved (moments stay fp32).
+
+    Parameters that were never stepped have no entry, as in torch.
+    """
+    saved = opt.state_dict()
+    state = {}
+    for key, entry in saved["state"].items():
+        own = {n: v for n, v in entry.items() if n not in STATE_KEYS}
+        if own and not (opt.fused and "step" in own and own["step"].item() == 0):
+            state[key] = own
+    groups = [{k: v for k, v in g.items() if k not in GROUP_KEYS} for g in saved["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
+    """`load_state_dict` without its hooks: validate everything, then change things."""
+    saved_groups, by_param = _matched(opt, state_dict)
+    _check_options(saved_groups)
+    for p, entry in by_param.items():
+        _check_entry(opt.name_of(p), p, entry)
+
+    _load_groups(opt, saved_groups)
+    for p in chain.from_iterable(g["params"] for g in opt.param_groups):
+        if p in by_param:
+            opt.state[p] = _load_entry(p, opt.state.get(p, {}), by_param[p], fused=opt.fused)
+        else:
+            opt.state.pop(p, None)
+    restored = opt.adopt_ids()
+    if restored:
+        changed, total = rewrite(opt, restored)
+        logger.info(
+            "load_state_dict: %d parameters rewritten from their masters; %d of %d served words "
+            "changed (%.3g %%)",
+            len(restored), changed, total, 100 * changed / max(total, 1),
+        )  # fmt: skip
+
+
+def rewrite(opt: "FairCastOptimizer", entries: list[Managed]) -> tuple[int, int]:
+    """Containers <- shadow of the masters; returns (words that changed, words)."""
+    changed: list[Tensor] = []
+    total = 0
+    for entry in entries:  # one at a time: the old values are kept beside the new ones
+        if entry.param.is_meta:
+            continue
+        old = entry.param.detach().clone()
+        for work in state_work(opt.context(), [entry]):
+            work.backend.round_(work.batch)
+            work.write_back()
+        as_int = torch.int16 if old.dtype == torch.bfloat16 else torch.int32
+        now = entry.param.detach()
+        changed.append((old.contiguous().view(as_int) != now.contiguous().view(as_int)).sum())
+        total += old.numel()
+    opt.written([e for e in entries if not e.param.is_meta])
+    return int(sum(c.item() for c in changed)), total
+
+
+def _matched(
+    opt: "FairCastOptimizer", state_dict: StateDict
+) -> tuple[list[dict[str, Any]], dict[Tensor, Mapping[str, Any]]]:
+    """The saved groups, and the saved entry of each parameter that has one."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "state_dict: expected the keys 'state' and 'param_groups' of an optimizer's state "
+            f"dict, found {sorted(map(str, state_dict))[:8] if state_dict else state_dict!r}."
+        )
+    saved = list(state_dict["param_groups"])
+    mine = [len(g["params"]) for g in opt.param_groups]
+    theirs = [len(g["params"]) for g in saved]
+    if mine != theirs:
+        raise ValueError(
+            f"state_dict: its parameter groups have {theirs} parameters, this optimizer's have "
+            f"{mine}: build the optimizer with the groups that it was saved with."
+        )
+    pairs = zip(
+        chain.from_iterable(g["params"] for g in saved),
+        chain.from_iterable(g["params"] for g in opt.param_groups),
+        strict=True,
+    )
+    entries = state_dict["state"]
+    return saved, {p: entries[k] for k, p in pairs if k in entries}
+
+
+def _check_options(saved_groups: list[dict[str, Any]]) -> None:
+    for i, group in enumerate(saved_groups):
+        scheme = group.get("rounding_scheme", ROUNDING_SCHEME)
+        if scheme != ROUNDING_SCHEME:
+            raise ValueError(
+                f"state_dict: group {i} was rounded with scheme {scheme}, this version knows "
+                f"{ROUNDING_SCHEME}: load it with the fc_optim that saved it, or load "
+                "fc_optim.without_masters(state_dict)."
+            )
+        if group.get("dither", "fresh") not in DITHERS:
+            raise ValueError(f"state_dict: dither {group['dither']!r} is none of {DITHERS}.")
+
+
+def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any]) -> None:
+    master = entry.get("master")
+    if master is None:
+        return
+    if tuple(master.shape) != tuple(param.shape):
+        raise ValueError(
+            f"state_dict: the master of {name!r} has shape {tuple(master.shape)}, the parameter "
+            f"{tuple(param.shape)}: the state is of another model or another order of parameters."
+        )
+    if master.dtype != torch.float32:
+        raise ValueError(
+            f"state_dict: the master of {name!r} is {master.dtype}, not float32: something cast "
+            "the state. Load the state as it was saved, or fc_optim.without_masters(state_dict)."
+        )
+
+
+def _load_entry(
+    param: Tensor, old: dict[str, Any], saved: Mapping[str, Any], *, fused: bool
+) -> dict[str, Any]:
+    """A parameter's new state. Never casts fp32; writes into `old` tensors where they fit."""
+    new = {}
+    for key, value in saved.items():
+        if key in ("step", "dither_step") and (fused or key == "dither_step"):
+            value = torch.as_tensor(value, dtype=torch.float32).reshape(())
+        elif fused and isinstance(value, Tensor) and key != "param_id":
+            value = value.to(torch.float32)
+        # torch keeps the step of an unfused optimizer where it is; ids are only read on the host.
+        stays = param.is_meta or key == "param_id" or (key == "step" and not fused)
+        new[key] = _load_value(None if stays else param.device, old.get(key), value)
+    return new
+
+
+def _load_value(device: torch.device | None, old: Any, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if old is value:
+            return value
+        device = value.device if device is None else device
+        fits = (
+            isinstance(old, Tensor)
+            and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, device)
+            and old.is_contiguous()
+        )
+        if fits:
+            return old.copy_(value)
+        return value.detach().to(device, memory_format=torch.contiguous_format, copy=True)
+    if isinstance(value, dict):
+        inner = old if isinstance(old, dict) else {}
+        return {k: _load_value(device, inner.get(k), v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_load_value(device, None, v) for v in value)
+    return copy.deepcopy(value)
+
+
+def _load_groups(opt: "FairCastOptimizer", saved_groups: list[dict[str, Any]]) -> None:
+    for group, saved in zip(opt.param_groups, saved_groups, strict=True):
+        for key, value in saved.items():
+            if key in _KEPT:
+                continue
+            mine = group.get(key)
+            if isinstance(mine, Tensor):  # schedulers and captured graphs hold this very tensor
+                if mine is not value:
+                    mine.copy_(torch.as_tensor(value))
+            else:
+                group[key] = tuple(value) if key == "betas" else copy.deepcopy(value)
+    if saved_groups and all(k in saved_groups[0] for k in _OPTIONS):
+        opt.load_options(**{k: saved_groups[0][k] for k in _OPTIONS})

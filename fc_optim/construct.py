@@ -1,0 +1,124 @@
+"""How a FairCastOptimizer comes to be: option checks, the base instance, drop-in classes."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fc_optim.checkpoint import DITHERS
+from fc_optim.kernels.select import BACKENDS
+
+OPTIONS = ("seed", "dither", "masters", "backend", "fp32_grads")
+_classes: dict[Any, type] = {}
+
+
+def check_options(seed: int, dither: str, masters: str, backend: str, fp32_grads: bool) -> None:
+    """Raise ValueError or TypeError for an option that this version does not know."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed: {seed!r} is not an integer in [0, 2**64).")
+    if dither not in DITHERS:
+        raise ValueError(f"dither: {dither!r} is none of {', '.join(map(repr, DITHERS))}.")
+    if masters != "fp32":
+        raise ValueError(f"masters: {masters!r} is not supported; use 'fp32'.")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r} is none of {', '.join(map(repr, BACKENDS))}.")
+    if fp32_grads and not hasattr(torch.Tensor, "grad_dtype"):
+        raise ValueError(f"fp32_grads: torch {torch.__version__} has no Tensor.grad_dtype.")
+
+
+def base_instance(base: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The torch optimizer to take over: `base` itself, or one built from it."""
+    if isinstance(base, type) and issubclass(base, Optimizer):
+        if hasattr(base, "served_params"):
+            raise TypeError(f"base: {base.__name__} is a FairCastOptimizer already.")
+        return base(params, *args, **kwargs)
+    if not isinstance(base, Optimizer):
+        raise TypeError(
+            f"base: {base!r} is neither a torch.optim.Optimizer class nor an instance of one."
+        )
+    if hasattr(base, "served_params"):
+        raise TypeError("base: it is a FairCastOptimizer already.")
+    if params is not None or args or kwargs:
+        extra = ", ".join(["params"] * (params is not None) + sorted(kwargs)) or "arguments"
+        raise TypeError(f"{extra}: not taken with an optimizer instance, which has its own.")
+    return base
+
+
+def taken_over(*args: Any, **kwargs: Any) -> Any:
+    """What the inner optimizer's `step` becomes."""
+    raise RuntimeError(
+        "this optimizer was wrapped by FairCastOptimizer, which owns its groups and state: call "
+        "step() of the FairCastOptimizer."
+    )
+
+
+# A scheduler that was attached to the inner optimizer checks for its mark.
+taken_over._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def served_dtype(value: Any) -> str | None:
+    """The group key `served_dtype`, as a plain value: "bfloat16", or None for an excluded group."""
+    if value is None:
+        return None
+    if value in (torch.bfloat16, "bfloat16"):
+        return "bfloat16"
+    raise ValueError(f"served_dtype: {value!r} is neither torch.bfloat16 nor None (not rounded).")
+
+
+def drop_in(parent: type[Optimizer], base: type[Optimizer], **defaults: Any) -> type[Optimizer]:
+    """The class that takes the base's place; one per base and defaults, so that it pickles."""
+    if not issubclass(base, Optimizer) or issubclass(base, parent):
+        raise TypeError(f"base: {base!r} is not a torch.optim.Optimizer class to wrap.")
+    key = (parent, base, tuple(sorted(defaults.items())))
+    try:
+        known = _classes.get(key)
+    except TypeError as error:
+        raise TypeError(f"defaults of a drop-in class must be hashable: {defaults!r}") from error
+    if known is None:
+        check_options(**{**_option_defaults(parent), **_only_options(defaults)})
+        known = _classes[key] = _make(parent, base, defaults)
+    return known
+
+
+def _make(
+    parent: type[Optimizer], base: type[Optimizer], defaults: dict[str, Any]
+) -> type[Optimizer]:
+    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        # Positional arguments are the base's, and win over this class's defaults.
+        given = list(inspect.signature(base).parameters)[1 : 1 + len(args)]
+        own = {k: v for k, v in defaults.items() if k not in given}
+        parent.__init__(self, base, params, *args, **{**own, **kwargs})  # type: ignore[misc, arg-type]
+
+    name = f"FairCast{base.__name__}"
+    doc = f"`torch.optim`-style {base.__name__} whose parameters are the served bf16 copy."
+    attributes = {
+        "__init__": __init__,
+        "__doc__": f"{doc} See `FairCastOptimizer`.",
+        "__module__": "fc_optim",
+        "__qualname__": name,
+        "__signature__": _signature(parent, base, defaults),
+        "_base_cls": base,
+        "_made_with": (base, dict(defaults)),
+    }
+    return type(name, (parent,), attributes)
+
+
+def _only_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in kwargs.items() if k in OPTIONS}
+
+
+def _option_defaults(parent: type[Optimizer]) -> dict[str, Any]:
+    parameters = inspect.signature(parent.__init__).parameters
+    return {k: parameters[k].default for k in OPTIONS}
+
+
+def _signature(
+    parent: type[Optimizer], base: type[Optimizer], defaults: dict[str, Any]
+) -> inspect.Signature:
+    mine = inspect.signature(parent.__init__).parameters
+    theirs = inspect.signature(base).parameters
+    merged = [p for p in theirs.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    merged += [mine[k] for k in OPTIONS if k not in theirs]
+    merged = [p.replace(default=defaults.get(p.name, p.default)) for p in merged]
+    return inspect.Signature(merged)

@@ -1,0 +1,540 @@
+"""FairCastOptimizer: params -> step() -> kernel -> shadow (= the parameter) -> served_params()."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fc_optim import checkpoint, construct, foreign, serving, unfused
+from fc_optim.batches import (
+    Context,
+    Managed,
+    adam_state,
+    adam_work,
+    check_dtype,
+    new_master,
+    state_work,
+)
+from fc_optim.kernels.batch import AdamHyper
+from fc_optim.kernels.select import backend_for
+from fc_optim.naming import Slot, clean_name, slots_of_group
+
+# Rebuilt after unpickling, or somebody else's (a scheduler's `step`, GradScaler's tensors).
+_TRANSIENT = (
+    *("_foreign", "_caches", "_unfused", "model", "_busy"),
+    *("step", "grad_scale", "found_inf"),
+)
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+class FairCastOptimizer(Optimizer):
+    """Keeps fp32 masters and leaves in every parameter their stochastically rounded bf16 image.
+
+    Three ways to make one::
+
+        opt = FairCastOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-6))
+        opt = FairCastOptimizer(torch.optim.AdamW, model.named_parameters(), lr=1e-6)
+        Opt = FairCastOptimizer(torch.optim.AdamW)  # a class: swap torch.optim.AdamW for it
+
+    After `publish()` and after every `step()` each managed parameter *is* the served copy: it lies
+    on the bf16 grid and is the rounded image of the fp32 master in the optimizer's state. Managed
+    are the trainable parameters (bfloat16, or float32 which then holds bf16 values) of all groups
+    without `served_dtype=None`. `torch.optim.Adam` and `AdamW` run fused; any other torch
+    optimizer runs its own step on the masters.
+
+    Source: Gao and Gao, "Fair Cast"; arithmetic as in `torch.optim`.
+
+    Args:
+        base: a torch optimizer class, or an instance, whose groups and state are taken over.
+        params: as for the base; needed with a class, refused with an instance.
+        seed: 64-bit key of the random bits.
+        dither: "fresh" (new bits every step), "sync" (new bits at each `publish(redraw=True)`) or
+            "held" (one threshold per element for the run: weight deltas stay sparse).
+        masters: how masters are stored; "fp32".
+        backend: "auto" (numba on a CPU, triton elsewhere), "reference", "cpu" or "triton".
+        fp32_grads: accumulate fp32 gradients on bf16 parameters (`Tensor.grad_dtype`). Not under
+            DDP or FSDP.
+        **base_kwargs: the base's own arguments, which it validates itself.
+    """
+
+    _base_cls: ClassVar[type[Optimizer] | None] = None
+    _made_with: ClassVar[tuple[type[Optimizer], dict[str, Any]] | None] = None
+
+    def __new__(cls, base: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if cls._base_cls is None and isinstance(base, type) and params is None:
+            return construct.drop_in(FairCastOptimizer, base, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        base: type[Optimizer] | Optimizer,
+        params: Iterable[Any] | None = None,
+        *args: Any,
+        seed: int = 0,
+        dither: str = "fresh",
+        masters: str = "fp32",
+        backend: str = "auto",
+        fp32_grads: bool = False,
+        **base_kwargs: Any,
+    ):
+        construct.check_options(seed, dither, masters, backend, fp32_grads)
+        base = construct.base_instance(base, params, args, base_kwargs)
+        self.seed, self.dither, self.masters, self.backend = seed, dither, masters, backend
+        self.fp32_grads = fp32_grads
+        self.fused = type(base) in _FUSED
+        self._base = base
+        self._epoch = self._served_version = 0
+        self._slots: list[list[Slot]] = []
+        self._reset_transient()
+        # As unpickling does: hooks, profiling, and the base's own groups and state.
+        super().__setstate__(
+            {"defaults": base.defaults, "state": base.state, "param_groups": base.param_groups}
+        )
+        self._optimizer_step_pre_hooks.update(base._optimizer_step_pre_hooks)
+        self._optimizer_step_post_hooks.update(base._optimizer_step_post_hooks)
+        for group in self.param_groups:
+            self._admit(group)
+        base.step = construct.taken_over  # type: ignore[method-assign]
+
+    # -- step ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update masters and moments, and write the shadow into the parameters.
+
+        Weights that something else wrote since the last step become the masters first, with one
+        warning. Returns the closure's loss, if there is one.
+        """
+        self._check_free("step()")
+        self._make_masters()
+        self._foreign.adopt(self.context(), self.managed())
+        loss = self._step_fused(closure) if self.fused else self._step_unfused(closure)
+        self.written(self.managed())
+        self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+        self._served_version += 1
+        return loss
+
+    def _step_fused(self, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        works = adam_work(
+            self.context(),
+            self.managed(),
+            self._adam_hyper,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )
+        for work in works:
+            work.backend.adam_(work.batch)
+            work.write_back()
+        excluded = [g for g in self.param_groups if g["served_dtype"] is None]
+        if any(g["params"] for g in excluded) and not self._skipped():
+            self._run_base(excluded, [], None)
+        return loss
+
+    def _step_unfused(self, closure: Callable[[], Any] | None) -> Any:
+        entries = self.managed()
+        if self._skipped():
+            return None
+        for e in entries:
+            if closure is not None or e.param.grad is not None:
+                e.state["dither_step"] += 1
+        if closure is None:
+            return self._run_base(self.param_groups, entries, None)
+
+        def on_served_weights() -> Any:
+            unfused.publish(self.context(), entries)
+            with torch.enable_grad():
+                loss = closure()
+            unfused.grads_to_masters(entries, None)
+            return loss
+
+        return self._run_base(self.param_groups, entries, on_served_weights)
+
+    def _run_base(
+        self,
+        groups: list[dict[str, Any]],
+        entries: list[Managed],
+        closure: Callable[[], Any] | None,
+    ) -> Any:
+        """The base optimizer's own step on the masters of `entries`, then their shadow."""
+        scale = getattr(self, "grad_scale", None)
+        masters = {e.param: e.state["master"] for e in entries}
+        if self._unfused is None or not self._unfused.serves(masters):
+            self._unfused = unfused.UnfusedStep(self._base, masters)
+        if scale is not None:
+            for p in (p for g in groups for p in g["params"] if p not in masters):
+                if p.grad is not None:
+                    p.grad.div_(scale.to(p.grad.device))
+        unfused.grads_to_masters(entries, scale)
+        try:
+            return self._unfused.run(groups, self.state, closure)
+        finally:
+            for e in entries:
+                e.state["master"].grad = None
+            unfused.publish(self.context(), entries)
+
+    def _adam_hyper(self, group: dict[str, Any]) -> AdamHyper:
+        beta1, beta2 = group["betas"]
+        return AdamHyper(
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["algorithm"] == "adamw",
+            maximize=group["maximize"],
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells torch's GradScaler to hand over `grad_scale` and `found_inf`."""
+        return True
+
+    def _skipped(self) -> bool:
+        """Whether GradScaler found an overflow (a host read: unfused optimizers only)."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and bool(found_inf.item())
+
+    # -- publish and serve ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def publish(self, redraw: bool = False) -> None:
+        """Make masters where there are none and put the parameters on the bf16 grid. Idempotent.
+
+        With `redraw`, round again from the masters with a new dither epoch when dither is "sync"
+        (other dithers: nothing). Call it so right before serving. Raises RuntimeError if weights
+        were changed outside the optimizer.
+        """
+        self._check_free("publish()")
+        self._make_masters()
+        self._foreign.refuse(self.context(), self.managed(), "publish()")
+        if redraw and self.dither == "sync":
+            self._epoch += 1
+            self._served_version += 1
+            self._round(self.managed())
+
+    def served_params(
+        self,
+        full: bool = True,
+        managed_only: bool = False,
+        tied: str = "once",
+        copy: bool = False,
+    ) -> serving.NamedTensors:
+        """Iterate over (name, tensor) as the rollout engine is to hold them.
+
+        With a bound model: every parameter in model order, managed ones in bf16, frozen and
+        excluded ones as they are. Without: the parameters of the groups. Names are cleaned of
+        wrapper prefixes.
+
+        Args:
+            full: whole parameters (False: this rank's shards). The same on one process.
+            managed_only: leave out frozen and excluded parameters.
+            tied: "once" gives a tied parameter under its first name, "all" under each.
+            copy: give tensors of their own memory.
+
+        The tensors are read-only and valid until the next `step()`, unless `copy`. The iterator
+        raises RuntimeError when it is resumed after a step. Draws no random numbers.
+        """
+        return serving.stream(
+            self, "served", full=full, managed_only=managed_only, tied=tied, copy=copy
+        )
+
+    def master_params(
+        self,
+        full: bool = True,
+        managed_only: bool = False,
+        tied: str = "once",
+        copy: bool = False,
+    ) -> serving.NamedTensors:
+        """As `served_params`, with the fp32 masters in place of their shadows."""
+        return serving.stream(
+            self, "master", full=full, managed_only=managed_only, tied=tied, copy=copy
+        )
+
+    def masters_in_model(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model's forward runs on the fp32 masters.
+
+        The parameters' own storage comes back untouched at exit. A bf16 model is fp32 inside
+        (bind it, so that frozen weights follow). Raises RuntimeError where the forward would
+        round the masters (autocast, FSDP, DeepSpeed); `fc_optim.fp32_copy` works there.
+        """
+        return serving.masters_in_model(self)
+
+    @property
+    def served_version(self) -> int:
+        """Counts the versions of the served weights: +1 per `step()` and per redraw. Saved."""
+        return self._served_version
+
+    def served_digest(self) -> serving.Digest:
+        """The digest of `served_params()`; `fc_optim.digest` is the receiver's side."""
+        return serving.digest(self.served_params())
+
+    # -- foreign writes ------------------------------------------------------------------------
+
+    def check(self) -> dict[str, int]:
+        """Compare every parameter with its shadow: {name: elements that differ}, {} when sound."""
+        self._check_free("check()")
+        return self._foreign.compare(self.context(), self._with_master())
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Make what the parameters hold now the masters (moments stay), and publish them."""
+        self._check_free("adopt_weights()")
+        self._make_masters()
+        self._foreign.adopt(self.context(), self.managed(), everything=True, warn=False)
+        self._round(self.managed())
+
+    @torch.no_grad()
+    def restore_weights(self) -> None:
+        """Write the shadow of the masters into the parameters, whatever they hold now."""
+        self._check_free("restore_weights()")
+        self._round(self._with_master())
+
+    # -- parameters and names ------------------------------------------------------------------
+
+    def bind(self, model: nn.Module) -> "FairCastOptimizer":
+        """Take names and order of `served_params()` from `model`. Random bits do not change.
+
+        Raises ValueError if the optimizer trains none of the model's parameters. Returns self.
+        """
+        names: dict[Tensor, str] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            names.setdefault(p, clean_name(name))
+        places = [
+            (slot, p)
+            for slots, group in zip(self._slots, self.param_groups, strict=True)
+            for slot, p in zip(slots, group["params"], strict=True)
+        ]
+        if not any(p in names for _, p in places):
+            raise ValueError(
+                "model: the optimizer trains none of its parameters; bind the model whose "
+                "parameters the optimizer was built from."
+            )
+        for slot, p in places:
+            slot.name = names.get(p, slot.name)
+        self.model = model
+        return self
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Masters of the new parameters are made at the next publish or step."""
+        self._base.add_param_group(param_group)  # appends to the shared list, after its checks
+        try:
+            self._admit(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def managed(self) -> list[Managed]:
+        """The parameters under management, in group order."""
+        entries = []
+        for group, slots in zip(self.param_groups, self._slots, strict=True):
+            if group["served_dtype"] is None:
+                continue
+            for p, slot in zip(group["params"], slots, strict=True):
+                if p.requires_grad or "master" in self.state.get(p, ()):
+                    entries.append(Managed(p, self.state[p], group, slot))
+        return entries
+
+    def name_of(self, param: Tensor) -> str:
+        """The label of a parameter of this optimizer."""
+        for group, slots in zip(self.param_groups, self._slots, strict=True):
+            for p, slot in zip(group["params"], slots, strict=True):
+                if p is param:
+                    return slot.name
+        raise KeyError("the parameter is not in this optimizer")
+
+    def context(self) -> Context:
+        """What the kernels' batches share."""
+        return Context(
+            seed=self.seed,
+            epoch={"fresh": None, "sync": self._epoch, "held": 0}[self.dither],
+            step_key="step" if self.fused else "dither_step",
+            backend_for=functools.partial(backend_for, self.backend),
+            caches=self._caches,
+        )
+
+    def written(self, entries: list[Managed]) -> None:
+        """Note that the optimizer has just written these parameters."""
+        foreign.record(entries)
+
+    def _admit(self, group: dict[str, Any]) -> None:
+        """Check a new group, complete its keys, and give its parameters their identities."""
+        group["served_dtype"] = construct.served_dtype(group.get("served_dtype", torch.bfloat16))
+        group["algorithm"] = self._algorithm(group)
+        if group.get("differentiable"):
+            raise ValueError("differentiable: True is not supported; masters are no graph nodes.")
+        taken = {slot.name for slots in self._slots for slot in slots}
+        if len(set(group["params"])) != len(group["params"]):
+            raise ValueError("params: a parameter comes twice in one group; pass tied ones once.")
+        slots = slots_of_group(group, first=sum(map(len, self._slots)), taken=taken)
+        for p, slot in zip(group["params"], slots, strict=True):
+            if group["served_dtype"] is not None and p.requires_grad:
+                check_dtype(p, slot.name)
+        self._slots.append(slots)
+        self._want_fp32_grads(group)
+
+    def _algorithm(self, group: dict[str, Any]) -> str:
+        base = type(self._base)
+        decoupled = group.get("decoupled_weight_decay", issubclass(base, torch.optim.AdamW))
+        own = ("adamw" if decoupled else "adam") if self.fused else base.__name__.lower()
+        algorithm = group.get("algorithm", own)
+        allowed = ("adam", "adamw") if self.fused else (own,)
+        if algorithm not in allowed:
+            raise ValueError(f"algorithm: {algorithm!r} is none of {allowed} for {base.__name__}.")
+        return algorithm
+
+    def _want_fp32_grads(self, group: dict[str, Any]) -> None:
+        if self.fp32_grads and group["served_dtype"] is not None:
+            for p in group["params"]:
+                if p.dtype == torch.bfloat16 and p.requires_grad and p.grad is None:
+                    p.grad_dtype = torch.float32
+
+    def _with_master(self) -> list[Managed]:
+        return [e for e in self.managed() if "master" in e.state]
+
+    def _make_masters(self) -> None:
+        """Masters and state for every managed parameter that has none; their shadow too."""
+        new = [e for e in self.managed() if "master" not in e.state]
+        if not new:
+            return
+        for e in new:
+            check_dtype(e.param, e.slot.name)
+        for e in new:
+            e.state["master"] = new_master(e.param)
+            e.state["param_id"] = torch.tensor(e.slot.param_id, dtype=torch.int64)
+            if self.fused:
+                adam_state(e)
+            else:
+                e.state.setdefault("dither_step", torch.zeros((), device=e.param.device))
+        for group in self.param_groups:
+            self._want_fp32_grads(group)
+        self._round(new)
+
+    @torch.no_grad()
+    def _round(self, entries: list[Managed]) -> None:
+        for work in state_work(self.context(), entries):
+            work.backend.round_(work.batch)
+            work.write_back()
+        self.written(entries)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with fp32 masters beside the moments. Never creates state."""
+        for group in self.param_groups:
+            group.update(
+                seed=self.seed,
+                dither=self.dither,
+                epoch=self._epoch,
+                served_version=self._served_version,
+                rounding_scheme=checkpoint.ROUNDING_SCHEME,
+            )
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` or a plain torch optimizer saved.
+
+        fp32 state is never cast. Masters of the state win: the parameters are rewritten from them
+        at once. Without masters in it, moments are loaded and masters come from the parameters at
+        the next publish. Group dicts are updated in place; tensors are copied. Raises ValueError,
+        and changes nothing, if the state does not fit.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        self._check_free("load_state_dict()")
+        checkpoint.load_state(self, state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def load_options(self, seed: int, dither: str, epoch: int, served_version: int) -> None:
+        """Continue a saved run: its seed, dither and counters win over the constructor's."""
+        for key, mine, theirs in (("seed", self.seed, seed), ("dither", self.dither, dither)):
+            if mine != theirs:
+                checkpoint.logger.warning(
+                    "load_state_dict: %s=%r of the state replaces %r. To keep yours, set it in "
+                    "every group of the state dict before loading.", key, theirs, mine,
+                )  # fmt: skip
+        self.seed, self.dither, self._epoch = int(seed), dither, int(epoch)
+        self._served_version = int(served_version)
+
+    def adopt_ids(self) -> list[Managed]:
+        """Take the loaded identities; returns the parameters that have a master."""
+        entries = self._with_master()
+        for e in entries:
+            if "param_id" in e.state:
+                e.slot.param_id = int(e.state["param_id"])
+            else:
+                e.state["param_id"] = torch.tensor(e.slot.param_id, dtype=torch.int64)
+            if self.fused:
+                adam_state(e)
+        return entries
+
+    def to_torch_state_dict(self) -> dict[str, Any]:
+        """The way out: the state dict of the base optimizer alone (moments in fp32)."""
+        return checkpoint.to_torch_state_dict(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in vars(self).items() if k not in _TRANSIENT and "_hooks" not in k}
+        base = {
+            k: v for k, v in vars(self._base).items() if k != "step" and not k.endswith("_hooks")
+        }
+        slots = [[Slot(s.param_id, s.name) for s in slots] for slots in self._slots]
+        return {**state, "_base": (type(self._base), base), "_slots": slots}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if isinstance(state.get("_base"), tuple):
+            cls, attributes = state["_base"]
+            state["_base"] = base = object.__new__(cls)
+            base.__dict__.update(attributes)
+            base.__setstate__({})
+            base.step = construct.taken_over
+            self._reset_transient()
+        super().__setstate__(state)
+        for group in self.param_groups:
+            self._want_fp32_grads(group)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cls = type(self)
+        return (_new, (vars(cls).get("_made_with") or cls,), self.__getstate__())
+
+    def _reset_transient(self) -> None:
+        self._foreign = foreign.ForeignWrites()
+        self._caches: dict[Any, dict[Any, Any]] = {}
+        self._unfused: unfused.UnfusedStep | None = None
+        self.model: nn.Module | None = None
+        self._busy: str | None = None
+
+    @contextlib.contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """While inside, everything that reads or writes the shadow refuses."""
+        self._check_free(what)
+        self._busy = what
+        try:
+            yield
+        finally:
+            self._busy = None
+
+    def _check_free(self, what: str) -> None:
+        if self._busy:
+            raise RuntimeError(f"{what} inside {self._busy}: leave that context first.")
+
+
+def _new(made: type | tuple[type[Optimizer], dict[str, Any]]) -> FairCastOptimizer:
+    """An uninitialised instance, for unpickling."""
+    cls = FairCastOptimizer(made[0], **made[1]) if isinstance(made, tuple) else made
+    return cls.__new__(cls)
+
+
+FairCastAdam = FairCastOptimizer(torch.optim.Adam)
+FairCastAdamW = FairCastOptimizer(torch.optim.AdamW)
+FairCastMuon = FairCastOptimizer(torch.optim.Muon)

@@ -83,6 +83,13 @@ def adam_state(entry: Managed) -> None:
             state[key] = state[key].to(torch.float32, memory_format=torch.contiguous_format)
 
 
+def widen_state(entry: Managed) -> None:
+    """Bring an unfused optimizer's state to fp32, which was made for a bf16 parameter."""
+    for key, value in entry.state.items():
+        if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+            entry.state[key] = value.float()
+
+
 def state_work(
     context: Context, entries: Iterable[Managed], *, scratch: bool = False
 ) -> list[Work]:

@@ -17,6 +17,7 @@ from fc_optim.batches import (
     adam_work,
     check_dtype,
     new_master,
+    widen_state,
     state_work,
 )
 from fc_optim.kernels.batch import AdamHyper
@@ -338,8 +339,9 @@ class FairCastOptimizer(Optimizer):
             if group["served_dtype"] is None:
                 continue
             for p, slot in zip(group["params"], slots, strict=True):
-                if p.requires_grad or "master" in self.state.get(p, ()):
-                    entries.append(Managed(p, self.state[p], group, slot))
+                state = self.state.get(p, {})  # never makes an entry: DCP and torch look for them
+                if p.requires_grad or "master" in state:
+                    entries.append(Managed(p, state, group, slot))
         return entries
 
     def name_of(self, param: Tensor) -> str:
@@ -407,12 +409,10 @@ class FairCastOptimizer(Optimizer):
         for e in new:
             check_dtype(e.param, e.slot.name)
         for e in new:
+            e.state = self.state[e.param]
             e.state["master"] = new_master(e.param)
             e.state["param_id"] = torch.tensor(e.slot.param_id, dtype=torch.int64)
-            if self.fused:
-                adam_state(e)
-            else:
-                e.state.setdefault("dither_step", torch.zeros((), device=e.param.device))
+            self._complete_state(e)
         for group in self.param_groups:
             self._want_fp32_grads(group)
         self._round(new)
@@ -427,7 +427,13 @@ class FairCastOptimizer(Optimizer):
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with fp32 masters beside the moments. Never creates state."""
+        """As in torch, with fp32 masters beside the moments. Never creates state.
+
+        Raises RuntimeError if weights were changed outside the optimizer: model and masters would
+        be saved apart.
+        """
+        self._check_free("state_dict()")
+        self._foreign.refuse(self.context(), self._with_master(), "state_dict()")
         for group in self.param_groups:
             group.update(
                 seed=self.seed,
@@ -474,9 +480,15 @@ class FairCastOptimizer(Optimizer):
                 e.slot.param_id = int(e.state["param_id"])
             else:
                 e.state["param_id"] = torch.tensor(e.slot.param_id, dtype=torch.int64)
-            if self.fused:
-                adam_state(e)
+            self._complete_state(e)
         return entries
+
+    def _complete_state(self, entry: Managed) -> None:
+        if self.fused:
+            adam_state(entry)
+        else:
+            widen_state(entry)
+            entry.state.setdefault("dither_step", torch.zeros((), device=entry.param.device))
 
     def to_torch_state_dict(self) -> dict[str, Any]:
         """The way out: the state dict of the base optimizer alone (moments in fp32)."""

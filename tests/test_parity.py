@@ -93,7 +93,7 @@ def test_a_missing_gradient_skips_the_parameter_and_its_step_count():
 
 
 def adam_like_run(dither: str | None, n: int = 1_000_000, steps: int = 200):
-    """captured and changed_ratio per step on grid-initialised weights at lr 1e-6 (None: RTN)."""
+    """captured (by step) and changed_ratio of each step on grid-initialised weights at lr 1e-6 (None: RTN)."""
     g = torch.Generator().manual_seed(0)
     p = nn.Parameter((torch.randn(n, generator=g) * 0.02).bfloat16().float())
     mean = torch.randn(n, generator=g)
@@ -101,7 +101,7 @@ def adam_like_run(dither: str | None, n: int = 1_000_000, steps: int = 200):
     base = torch.optim.AdamW([p], lr=1e-6, weight_decay=0.0)
     opt = base if dither is None else FairCastOptimizer(base, dither=dither)
     start = served = p.detach().bfloat16()
-    captured, changed = [], []
+    captured, changed = {}, []
     for step in range(steps):
         p.grad = mean + noise[step % len(noise)]
         opt.step()
@@ -109,8 +109,9 @@ def adam_like_run(dither: str | None, n: int = 1_000_000, steps: int = 200):
             opt.publish(redraw=True)
         previous, served = served, p.detach().bfloat16()
         master = p.detach() if dither is None else opt.state[p]["master"]
-        moved = master.double() - start.double()
-        captured.append(float((served.double() - start.double()) @ moved / (moved @ moved)))
+        if step == 0 or step % 10 == 9:
+            moved = master.double() - start.double()
+            captured[step + 1] = float((served.double() - start.double()) @ moved / (moved @ moved))
         changed.append(float((served != previous).double().mean()))
     return captured, changed
 
@@ -123,12 +124,12 @@ def runs():
 @pytest.mark.parametrize("dither", ["fresh", "sync", "held"])
 def test_the_served_copy_receives_all_of_the_movement(runs, dither):
     captured, _ = runs[dither]
-    assert all(0.97 <= c <= 1.03 for c in captured[19:])
+    assert all(0.97 <= c <= 1.03 for step, c in captured.items() if step >= 20)
 
 
 def test_round_to_nearest_lags_in_the_same_run(runs):
     captured, _ = runs[None]
-    assert captured[0] < 0.05 and captured[49] < 0.75
+    assert captured[1] < 0.05 and captured[50] < 0.75
 
 
 def test_held_keeps_weight_deltas_about_as_sparse_as_round_to_nearest(runs):

@@ -10,19 +10,7 @@ from torch import Tensor
 from fc_optim.kernels.batch import AdamHyper, Batch, Segment
 from fc_optim.kernels.reference import canonical_bits
 from fc_optim.kernels.select import Backend
-from fc_optim.naming import Slot
-
-CONTAINER_DTYPES = (torch.bfloat16, torch.float32)
-
-
-@dataclass(slots=True)
-class Managed:
-    """A parameter that is served through stochastic rounding, with everything it needs."""
-
-    param: Tensor
-    state: dict[str, Any]
-    group: dict[str, Any]
-    slot: Slot
+from fc_optim.registry import CONTAINER_DTYPES, Managed, check_dtype
 
 
 @dataclass(slots=True)
@@ -49,18 +37,6 @@ class Context:
     step_key: str  # state key of the parameter's own step count
     backend_for: Callable[[torch.device], Backend]
     caches: dict[Any, dict[Any, Any]]
-
-
-def check_dtype(param: Tensor, name: str) -> None:
-    """Raise TypeError unless the parameter can be a container."""
-    if param.dtype not in CONTAINER_DTYPES:
-        raise TypeError(
-            f"parameter {name!r} is {param.dtype}: a served parameter is bfloat16, or float32 on "
-            "the bf16 grid. Convert the model (model.bfloat16() or .float()), or put the parameter "
-            "in a group with served_dtype=None."
-        )
-    if param.layout != torch.strided:
-        raise TypeError(f"parameter {name!r} is {param.layout}: only dense parameters are served.")
 
 
 def new_master(param: Tensor) -> Tensor:
@@ -119,7 +95,6 @@ def state_work(
 def adam_work(
     context: Context,
     entries: Iterable[Managed],
-    hyper_of: Callable[[dict[str, Any]], AdamHyper],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> list[Work]:
@@ -138,7 +113,7 @@ def adam_work(
             adam_state(e)
             _to_device(e.state, device)
             if id(e.group) not in hypers:
-                hypers[id(e.group)] = hyper_of(e.group)
+                hypers[id(e.group)] = _hyper(e.group)
         batch = Batch(
             containers=[_container(e.param, device) for e in part],
             masters=[e.state["master"] for e in part],
@@ -168,6 +143,19 @@ def _grouped(
         if entry.param.numel():
             groups.setdefault(key(entry), []).append(entry)
     yield from groups.items()
+
+
+def _hyper(group: dict[str, Any]) -> AdamHyper:
+    beta1, beta2 = group["betas"]
+    return AdamHyper(
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["algorithm"] == "adamw",
+        maximize=group["maximize"],
+    )
 
 
 def _segments(entry: Managed) -> tuple[Segment, ...]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fc_optim.batches import Managed, state_work
+from fc_optim.batches import state_work
 from fc_optim.naming import GROUP_KEYS, STATE_KEYS
+from fc_optim.registry import Managed
 
 if TYPE_CHECKING:
     from fc_optim.optimizer import FairCastOptimizer

@@ -57,6 +57,35 @@ def taken_over(*args: Any, **kwargs: Any) -> Any:
 taken_over._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
+def pack(base: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The inner optimizer as something to pickle: all its attributes but hooks and `step`.
+
+    torch's own pickling keeps groups and state only, which breaks LBFGS.
+    """
+    kept = {k: v for k, v in vars(base).items() if k != "step" and not k.endswith("_hooks")}
+    return type(base), kept
+
+
+def unpack(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
+    """The inner optimizer back from `pack`."""
+    base = object.__new__(cls)
+    base.__dict__.update(attributes)
+    base.__setstate__({})
+    base.step = taken_over  # type: ignore[method-assign]
+    return base
+
+
+def algorithm(base: type[Optimizer], fused: bool, group: dict[str, Any]) -> str:
+    """The group key `algorithm`: which update a group gets, by default the base's own."""
+    decoupled = group.get("decoupled_weight_decay", issubclass(base, torch.optim.AdamW))
+    own = ("adamw" if decoupled else "adam") if fused else base.__name__.lower()
+    value = group.get("algorithm", own)
+    allowed = ("adam", "adamw") if fused else (own,)
+    if value not in allowed:
+        raise ValueError(f"algorithm: {value!r} is none of {allowed} for {base.__name__}.")
+    return value
+
+
 def served_dtype(value: Any) -> str | None:
     """The group key `served_dtype`, as a plain value: "bfloat16", or None for an excluded group."""
     if value is None:

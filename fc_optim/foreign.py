@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fc_optim.batches import Context, Managed, Work, state_work
+from fc_optim.batches import Context, Work, state_work
+from fc_optim.registry import Managed
 
 REMEDIES = (
     "call adopt_weights() to make the new values the masters, or restore_weights() to put the "

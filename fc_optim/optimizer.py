@@ -9,24 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fc_optim import checkpoint, construct, foreign, serving, unfused
+from fc_optim import checkpoint, construct, foreign, serving
 from fc_optim.batches import (
     Context,
-    Managed,
     adam_state,
     adam_work,
-    check_dtype,
     new_master,
-    widen_state,
     state_work,
+    widen_state,
 )
-from fc_optim.kernels.batch import AdamHyper
 from fc_optim.kernels.select import backend_for
-from fc_optim.naming import Slot, clean_name, slots_of_group
+from fc_optim.registry import Managed, Registry, check_dtype
+from fc_optim.unfused import BaseStep
 
 # Rebuilt after unpickling, or somebody else's (a scheduler's `step`, GradScaler's tensors).
 _TRANSIENT = (
-    *("_foreign", "_caches", "_unfused", "model", "_busy"),
+    *("_foreign", "_caches", "_base_step", "model", "_busy"),
     *("step", "grad_scale", "found_inf"),
 )
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
@@ -89,8 +87,8 @@ class FairCastOptimizer(Optimizer):
         self.fused = type(base) in _FUSED
         self._base = base
         self._epoch = self._served_version = 0
-        self._slots: list[list[Slot]] = []
-        self._reset_transient()
+        self._registry = Registry()
+        self._reset_transient(base)
         # As unpickling does: hooks, profiling, and the base's own groups and state.
         super().__setstate__(
             {"defaults": base.defaults, "state": base.state, "param_groups": base.param_groups}
@@ -127,70 +125,28 @@ class FairCastOptimizer(Optimizer):
         works = adam_work(
             self.context(),
             self.managed(),
-            self._adam_hyper,
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
         for work in works:
             work.backend.adam_(work.batch)
             work.write_back()
-        excluded = [g for g in self.param_groups if g["served_dtype"] is None]
-        if any(g["params"] for g in excluded) and not self._skipped():
-            self._run_base(excluded, [], None)
+        excluded = [g for g in self.param_groups if g["served_dtype"] is None and g["params"]]
+        if excluded and not self._skipped():
+            scale = getattr(self, "grad_scale", None)
+            self._base_step.run(excluded, self.state, [], self.context(), grad_scale=scale)
         return loss
 
     def _step_unfused(self, closure: Callable[[], Any] | None) -> Any:
-        entries = self.managed()
         if self._skipped():
             return None
-        for e in entries:
-            if closure is not None or e.param.grad is not None:
-                e.state["dither_step"] += 1
-        if closure is None:
-            return self._run_base(self.param_groups, entries, None)
-
-        def on_served_weights() -> Any:
-            unfused.publish(self.context(), entries)
-            with torch.enable_grad():
-                loss = closure()
-            unfused.grads_to_masters(entries, None)
-            return loss
-
-        return self._run_base(self.param_groups, entries, on_served_weights)
-
-    def _run_base(
-        self,
-        groups: list[dict[str, Any]],
-        entries: list[Managed],
-        closure: Callable[[], Any] | None,
-    ) -> Any:
-        """The base optimizer's own step on the masters of `entries`, then their shadow."""
-        scale = getattr(self, "grad_scale", None)
-        masters = {e.param: e.state["master"] for e in entries}
-        if self._unfused is None or not self._unfused.serves(masters):
-            self._unfused = unfused.UnfusedStep(self._base, masters)
-        if scale is not None:
-            for p in (p for g in groups for p in g["params"] if p not in masters):
-                if p.grad is not None:
-                    p.grad.div_(scale.to(p.grad.device))
-        unfused.grads_to_masters(entries, scale)
-        try:
-            return self._unfused.run(groups, self.state, closure)
-        finally:
-            for e in entries:
-                e.state["master"].grad = None
-            unfused.publish(self.context(), entries)
-
-    def _adam_hyper(self, group: dict[str, Any]) -> AdamHyper:
-        beta1, beta2 = group["betas"]
-        return AdamHyper(
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["algorithm"] == "adamw",
-            maximize=group["maximize"],
+        return self._base_step.run(
+            self.param_groups,
+            self.state,
+            self.managed(),
+            self.context(),
+            closure,
+            getattr(self, "grad_scale", None),
         )
 
     @property
@@ -305,21 +261,7 @@ class FairCastOptimizer(Optimizer):
 
         Raises ValueError if the optimizer trains none of the model's parameters. Returns self.
         """
-        names: dict[Tensor, str] = {}
-        for name, p in model.named_parameters(remove_duplicate=False):
-            names.setdefault(p, clean_name(name))
-        places = [
-            (slot, p)
-            for slots, group in zip(self._slots, self.param_groups, strict=True)
-            for slot, p in zip(slots, group["params"], strict=True)
-        ]
-        if not any(p in names for _, p in places):
-            raise ValueError(
-                "model: the optimizer trains none of its parameters; bind the model whose "
-                "parameters the optimizer was built from."
-            )
-        for slot, p in places:
-            slot.name = names.get(p, slot.name)
+        self._registry.bind(self.param_groups, model)
         self.model = model
         return self
 
@@ -334,23 +276,11 @@ class FairCastOptimizer(Optimizer):
 
     def managed(self) -> list[Managed]:
         """The parameters under management, in group order."""
-        entries = []
-        for group, slots in zip(self.param_groups, self._slots, strict=True):
-            if group["served_dtype"] is None:
-                continue
-            for p, slot in zip(group["params"], slots, strict=True):
-                state = self.state.get(p, {})  # never makes an entry: DCP and torch look for them
-                if p.requires_grad or "master" in state:
-                    entries.append(Managed(p, state, group, slot))
-        return entries
+        return self._registry.managed(self.param_groups, self.state)
 
     def name_of(self, param: Tensor) -> str:
         """The label of a parameter of this optimizer."""
-        for group, slots in zip(self.param_groups, self._slots, strict=True):
-            for p, slot in zip(group["params"], slots, strict=True):
-                if p is param:
-                    return slot.name
-        raise KeyError("the parameter is not in this optimizer")
+        return self._registry.name_of(self.param_groups, param)
 
     def context(self) -> Context:
         """What the kernels' batches share."""
@@ -369,28 +299,11 @@ class FairCastOptimizer(Optimizer):
     def _admit(self, group: dict[str, Any]) -> None:
         """Check a new group, complete its keys, and give its parameters their identities."""
         group["served_dtype"] = construct.served_dtype(group.get("served_dtype", torch.bfloat16))
-        group["algorithm"] = self._algorithm(group)
+        group["algorithm"] = construct.algorithm(type(self._base), self.fused, group)
         if group.get("differentiable"):
             raise ValueError("differentiable: True is not supported; masters are no graph nodes.")
-        taken = {slot.name for slots in self._slots for slot in slots}
-        if len(set(group["params"])) != len(group["params"]):
-            raise ValueError("params: a parameter comes twice in one group; pass tied ones once.")
-        slots = slots_of_group(group, first=sum(map(len, self._slots)), taken=taken)
-        for p, slot in zip(group["params"], slots, strict=True):
-            if group["served_dtype"] is not None and p.requires_grad:
-                check_dtype(p, slot.name)
-        self._slots.append(slots)
+        self._registry.admit(group)
         self._want_fp32_grads(group)
-
-    def _algorithm(self, group: dict[str, Any]) -> str:
-        base = type(self._base)
-        decoupled = group.get("decoupled_weight_decay", issubclass(base, torch.optim.AdamW))
-        own = ("adamw" if decoupled else "adam") if self.fused else base.__name__.lower()
-        algorithm = group.get("algorithm", own)
-        allowed = ("adam", "adamw") if self.fused else (own,)
-        if algorithm not in allowed:
-            raise ValueError(f"algorithm: {algorithm!r} is none of {allowed} for {base.__name__}.")
-        return algorithm
 
     def _want_fp32_grads(self, group: dict[str, Any]) -> None:
         if self.fp32_grads and group["served_dtype"] is not None:
@@ -496,21 +409,13 @@ class FairCastOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in vars(self).items() if k not in _TRANSIENT and "_hooks" not in k}
-        base = {
-            k: v for k, v in vars(self._base).items() if k != "step" and not k.endswith("_hooks")
-        }
-        slots = [[Slot(s.param_id, s.name) for s in slots] for slots in self._slots]
-        return {**state, "_base": (type(self._base), base), "_slots": slots}
+        return {**state, "_base": construct.pack(self._base)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         if isinstance(state.get("_base"), tuple):
-            cls, attributes = state["_base"]
-            state["_base"] = base = object.__new__(cls)
-            base.__dict__.update(attributes)
-            base.__setstate__({})
-            base.step = construct.taken_over
-            self._reset_transient()
+            state["_base"] = construct.unpack(*state["_base"])
+            self._reset_transient(state["_base"])
         super().__setstate__(state)
         for group in self.param_groups:
             self._want_fp32_grads(group)
@@ -519,10 +424,10 @@ class FairCastOptimizer(Optimizer):
         cls = type(self)
         return (_new, (vars(cls).get("_made_with") or cls,), self.__getstate__())
 
-    def _reset_transient(self) -> None:
+    def _reset_transient(self, base: Optimizer) -> None:
+        self._base_step = BaseStep(base)
         self._foreign = foreign.ForeignWrites()
         self._caches: dict[Any, dict[Any, Any]] = {}
-        self._unfused: unfused.UnfusedStep | None = None
         self.model: nn.Module | None = None
         self._busy: str | None = None
 

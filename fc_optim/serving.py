@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fc_optim.batches import Managed
 from fc_optim.naming import clean_name
+from fc_optim.registry import Managed
 
 if TYPE_CHECKING:
     from fc_optim.optimizer import FairCastOptimizer

@@ -8,55 +8,99 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fc_optim.batches import Context, Managed, check_dtype, state_work
+from fc_optim.batches import Context, state_work
 from fc_optim.kernels.reference import canonical_bits
 from fc_optim.naming import STATE_KEYS
+from fc_optim.registry import Managed, check_dtype
 
 _NOT_CLONED = ("param_groups", "state", "step")
 
 
-class UnfusedStep:
-    """A twin of the user's optimizer whose parameters are the masters.
+class BaseStep:
+    """Runs the user's optimizer through a twin whose parameters are the masters.
 
-    Parameters that are not managed (excluded or frozen) are stepped in place, as torch would.
-    The twin's state is the outer optimizer's own, less the keys that this package adds.
+    Parameters without a master (excluded or frozen) are stepped in place, as torch would. The
+    twin's state is the outer optimizer's own, less the keys that this package adds.
     """
 
-    def __init__(self, base: Optimizer, masters: dict[Tensor, Tensor]):
-        self._masters = masters
-        self.twin = object.__new__(type(base))
-        for key, value in vars(base).items():
-            if key not in _NOT_CLONED and not key.endswith("_hooks"):
-                self.twin.__dict__[key] = _replaced(value, masters)
-        self.twin.__setstate__({"state": defaultdict(dict), "param_groups": []})
-
-    def serves(self, masters: dict[Tensor, Tensor]) -> bool:
-        """Whether the twin was built for exactly these tensors."""
-        mine = self._masters
-        return mine.keys() == masters.keys() and all(mine[p] is m for p, m in masters.items())
+    def __init__(self, base: Optimizer):
+        self._base = base
+        self._masters: dict[Tensor, Tensor] = {}
+        self._twin: Optimizer | None = None
 
     def run(
         self,
         groups: Sequence[dict[str, Any]],
         state: dict[Tensor, dict[str, Any]],
+        entries: Sequence[Managed],
+        context: Context,
+        closure: Callable[[], Any] | None = None,
+        grad_scale: Tensor | None = None,
+    ) -> Any:
+        """One step of `groups`, whose managed parameters are `entries`; ends with their shadow.
+
+        A closure is evaluated on the served weights: they are published before every call.
+        """
+        for e in entries:
+            if closure is not None or e.param.grad is not None:
+                e.state["dither_step"] += 1
+        self._prepare({e.param: e.state["master"] for e in entries})
+        _grads_to_masters(entries, grad_scale)
+        if grad_scale is not None:
+            for p in (p for g in groups for p in g["params"] if p not in self._masters):
+                if p.grad is not None:
+                    p.grad.div_(grad_scale.to(p.grad.device))
+
+        def on_served_weights() -> Any:
+            assert closure is not None
+            _publish(context, entries)
+            with torch.enable_grad():
+                loss = closure()
+            _grads_to_masters(entries, None)
+            return loss
+
+        try:
+            return self._run_twin(groups, state, None if closure is None else on_served_weights)
+        finally:
+            for e in entries:
+                e.state["master"].grad = None
+            _publish(context, entries)
+
+    def _prepare(self, masters: dict[Tensor, Tensor]) -> None:
+        """Make the twin, unless there is one for exactly these tensors."""
+        known = self._masters
+        if self._twin is not None and known.keys() == masters.keys():
+            if all(known[p] is m for p, m in masters.items()):
+                return
+        self._masters = masters
+        self._twin = twin = object.__new__(type(self._base))
+        for key, value in vars(self._base).items():
+            if key not in _NOT_CLONED and not key.endswith("_hooks"):
+                twin.__dict__[key] = _replaced(value, masters)
+        twin.__setstate__({"state": defaultdict(dict), "param_groups": []})
+
+    def _run_twin(
+        self,
+        groups: Sequence[dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
         closure: Callable[[], Any] | None,
     ) -> Any:
-        """One step over `groups`; reads and writes their entries and `state`, never the shadow."""
-        twin = self.twin
+        twin, masters = self._twin, self._masters
+        assert twin is not None
         twin.param_groups = [
-            {**g, "params": [self._masters.get(p, p) for p in g["params"]]} for g in groups
+            {**g, "params": [masters.get(p, p) for p in g["params"]]} for g in groups
         ]
         twin.state = defaultdict(dict)
         params = [p for g in groups for p in g["params"]]
         for p in params:
             own = {k: v for k, v in state.get(p, {}).items() if k not in STATE_KEYS}
-            if own:
-                twin.state[self._masters.get(p, p)] = own
+            if own:  # an empty entry is how torch knows to make the state
+                twin.state[masters.get(p, p)] = own
         try:
             return twin.step() if closure is None else twin.step(closure)
         finally:
             for p in params:
-                own = twin.state.get(self._masters.get(p, p))
+                own = twin.state.get(masters.get(p, p))
                 if own:
                     state[p].update(own)
             for group, ran in zip(groups, twin.param_groups, strict=True):
@@ -67,29 +111,26 @@ def _replaced(value: Any, masters: dict[Tensor, Tensor]) -> Any:
     """`value` with every parameter in its lists, tuples and dicts replaced by its master."""
     if isinstance(value, Tensor):
         return masters.get(value, value)
-    if isinstance(value, dict):
-        items = ((_replaced(k, masters), _replaced(v, masters)) for k, v in value.items())
-        return type(value)(items) if type(value) is dict else value
+    if type(value) is dict:
+        return {_replaced(k, masters): _replaced(v, masters) for k, v in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_replaced(v, masters) for v in value)
     return value
 
 
-def grads_to_masters(entries: Iterable[Managed], grad_scale: Tensor | None) -> None:
+def _grads_to_masters(entries: Iterable[Managed], grad_scale: Tensor | None) -> None:
     """master.grad <- fp32 gradient, unscaled; None where the parameter has none."""
     for e in entries:
         grad = e.param.grad
-        if grad is None:
-            e.state["master"].grad = None
-            continue
-        check_dtype(e.param, e.slot.name)
-        grad = grad.detach().float().contiguous()
-        if grad_scale is not None:
-            grad = grad / grad_scale.to(grad.device)
+        if grad is not None:
+            check_dtype(e.param, e.slot.name)
+            grad = grad.detach().float().contiguous()
+            if grad_scale is not None:
+                grad = grad / grad_scale.to(grad.device)
         e.state["master"].grad = grad
 
 
-def publish(context: Context, entries: Iterable[Managed]) -> None:
+def _publish(context: Context, entries: Iterable[Managed]) -> None:
     """containers <- stochastic rounding of the masters, made canonical first."""
     entries = list(entries)
     for e in entries:

@@ -277,24 +277,3 @@ def test_excluded_state_round_trips():
     train(model, opt, 2, 3)
     train(other, other_opt, 2, 3)
     assert_same(model, other)
-
-
-@pytest.mark.integration
-def test_accelerate_wraps_it_and_keeps_fp32_masters():
-    import accelerate
-
-    model = tiny(torch.bfloat16)
-    opt = FairCastAdamW(model.named_parameters(), lr=1e-2)
-    train(model, opt)
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
-    before = copy.deepcopy(opt.state_dict())
-    accelerator = accelerate.Accelerator(cpu=True)
-    prepared, wrapped, scheduler = accelerator.prepare(model, opt, scheduler)
-    assert wrapped.optimizer is opt
-    assert_equal_states(opt.state_dict(), before)
-    accelerator.backward(prepared(torch.randn(3, 6, dtype=torch.bfloat16)).float().sum())
-    wrapped.step()
-    scheduler.step()
-    assert opt.param_groups[0]["lr"] == pytest.approx(1e-3)
-    assert all(e.state["master"].dtype == torch.float32 for e in opt.managed())
-    assert_invariant(opt)

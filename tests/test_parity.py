@@ -53,7 +53,10 @@ def test_masters_follow_torch_for_100_steps(lr, init, betas, kind):
 
 def test_adam_with_decoupled_decay_is_adamw():
     results = []
-    for base, extra in ((torch.optim.AdamW, {}), (torch.optim.Adam, {"decoupled_weight_decay": True})):
+    for base, extra in (
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"decoupled_weight_decay": True}),
+    ):
         ps = parameters(0.02)
         opt = FairCastOptimizer(base, ps, lr=1e-3, weight_decay=0.1, **extra)
         for grads in gradients(5):

@@ -126,9 +126,7 @@ def test_subnormals_round_through_the_integers(backend):
     assert np.array_equal(got, (bits + words) & 0xFFFF0000)
 
 
-@given(
-    st.integers(0, 300), st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 2**64 - 1)
-)
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 2**64 - 1))
 @settings(max_examples=60, deadline=None)
 def test_a_piece_rounds_as_the_whole_does(start, length, offset, seed):
     generator = torch.Generator().manual_seed(1)
@@ -174,7 +172,11 @@ def test_out_takes_either_container_and_the_global_rng_is_not_touched():
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"x": torch.zeros(3, dtype=torch.float16)}, TypeError, "x: expected float32, got torch.fl"),
+        (
+            {"x": torch.zeros(3, dtype=torch.float16)},
+            TypeError,
+            "x: expected float32, got torch.fl",
+        ),
         ({"seed": -1}, ValueError, r"seed: -1 is not in \[0, 2\*\*64\)"),
         ({"t": 2**32}, ValueError, "t: 4294967296"),
         ({"param_id": 2**32}, ValueError, "param_id: 4294967296"),

@@ -47,8 +47,18 @@ def new_master(param: Tensor) -> Tensor:
     return master
 
 
-def adam_state(entry: Managed) -> None:
-    """Add what is missing of the Adam state: fp32, whatever the dtype of the parameter."""
+def complete_state(entry: Managed, fused: bool) -> None:
+    """Add what is missing of a parameter's state; widen what a base made in bf16 to fp32."""
+    if fused:
+        _adam_state(entry)
+        return
+    for key, value in entry.state.items():
+        if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+            entry.state[key] = value.float()
+    entry.state.setdefault("dither_step", torch.zeros((), device=entry.param.device))
+
+
+def _adam_state(entry: Managed) -> None:
     state, master = entry.state, entry.state["master"]
     state.setdefault("step", torch.zeros((), dtype=torch.float32, device=master.device))
     keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(entry.group.get("amsgrad"))
@@ -57,13 +67,6 @@ def adam_state(entry: Managed) -> None:
             state[key] = torch.zeros_like(master)
         elif state[key].dtype != torch.float32 or not state[key].is_contiguous():
             state[key] = state[key].to(torch.float32, memory_format=torch.contiguous_format)
-
-
-def widen_state(entry: Managed) -> None:
-    """Bring an unfused optimizer's state to fp32, which was made for a bf16 parameter."""
-    for key, value in entry.state.items():
-        if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-            entry.state[key] = value.float()
 
 
 def state_work(
@@ -110,7 +113,7 @@ def adam_work(
         device, _, _, amsgrad = keys
         for e in part:
             _check_grad(e)
-            adam_state(e)
+            _adam_state(e)
             _to_device(e.state, device)
             if id(e.group) not in hypers:
                 hypers[id(e.group)] = _hyper(e.group)

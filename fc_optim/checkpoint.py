@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fc_optim.batches import state_work
+from fc_optim import foreign
+from fc_optim.batches import complete_state, state_work
 from fc_optim.naming import GROUP_KEYS, STATE_KEYS
 from fc_optim.registry import Managed
 
@@ -65,7 +66,7 @@ def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
             opt.state[p] = _load_entry(p, opt.state.get(p, {}), by_param[p], fused=opt.fused)
         else:
             opt.state.pop(p, None)
-    restored = opt.adopt_ids()
+    restored = _adopt_ids(opt)
     if restored:
         changed, total = rewrite(opt, restored)
         logger.info(
@@ -90,8 +91,20 @@ def rewrite(opt: "FairCastOptimizer", entries: list[Managed]) -> tuple[int, int]
         now = entry.param.detach()
         changed.append((old.contiguous().view(as_int) != now.contiguous().view(as_int)).sum())
         total += old.numel()
-    opt.written([e for e in entries if not e.param.is_meta])
+    foreign.record(e for e in entries if not e.param.is_meta)
     return int(sum(c.item() for c in changed)), total
+
+
+def _adopt_ids(opt: "FairCastOptimizer") -> list[Managed]:
+    """Take the loaded identities; returns the parameters that have a master."""
+    entries = [e for e in opt.managed() if "master" in e.state]
+    for e in entries:
+        if "param_id" in e.state:
+            e.slot.param_id = int(e.state["param_id"])
+        else:
+            e.state["param_id"] = torch.tensor(e.slot.param_id, dtype=torch.int64)
+        complete_state(e, opt.fused)
+    return entries
 
 
 def _matched(

@@ -27,7 +27,9 @@ def check_options(seed: int, dither: str, masters: str, backend: str, fp32_grads
         raise ValueError(f"fp32_grads: torch {torch.__version__} has no Tensor.grad_dtype.")
 
 
-def base_instance(base: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def base_instance(
+    base: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Optimizer:
     """The torch optimizer to take over: `base` itself, or one built from it."""
     if isinstance(base, type) and issubclass(base, Optimizer):
         if hasattr(base, "served_params"):

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from fc_optim import checkpoint, construct, foreign, serving
 from fc_optim.batches import (
     Context,
-    adam_state,
     adam_work,
+    complete_state,
     new_master,
     state_work,
-    widen_state,
 )
 from fc_optim.kernels.select import backend_for
 from fc_optim.registry import Managed, Registry, check_dtype
@@ -62,11 +61,16 @@ class FairCastOptimizer(Optimizer):
 
     _base_cls: ClassVar[type[Optimizer] | None] = None
     _made_with: ClassVar[tuple[type[Optimizer], dict[str, Any]] | None] = None
+    model: nn.Module | None  # bound by `bind`
 
     def __new__(cls, base: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         if cls._base_cls is None and isinstance(base, type) and params is None:
             return construct.drop_in(FairCastOptimizer, base, **kwargs)
         return super().__new__(cls)
+
+    if TYPE_CHECKING:  # FairCastOptimizer(cls) is a class, which a checker cannot be told otherwise
+
+        def __call__(self, params: Any, *args: Any, **kwargs: Any) -> "FairCastOptimizer": ...
 
     def __init__(
         self,
@@ -81,23 +85,23 @@ class FairCastOptimizer(Optimizer):
         **base_kwargs: Any,
     ):
         construct.check_options(seed, dither, masters, backend, fp32_grads)
-        base = construct.base_instance(base, params, args, base_kwargs)
-        self.seed, self.dither, self.masters, self.backend = seed, dither, masters, backend
-        self.fp32_grads = fp32_grads
-        self.fused = type(base) in _FUSED
-        self._base = base
+        inner = construct.base_instance(base, params, args, base_kwargs)
+        self._seed, self._dither = seed, dither
+        self.masters, self.backend, self.fp32_grads = masters, backend, fp32_grads
+        self.fused = type(inner) in _FUSED
+        self._base = inner
         self._epoch = self._served_version = 0
         self._registry = Registry()
-        self._reset_transient(base)
+        self._reset_transient(inner)
         # As unpickling does: hooks, profiling, and the base's own groups and state.
         super().__setstate__(
-            {"defaults": base.defaults, "state": base.state, "param_groups": base.param_groups}
+            {"defaults": inner.defaults, "state": inner.state, "param_groups": inner.param_groups}
         )
-        self._optimizer_step_pre_hooks.update(base._optimizer_step_pre_hooks)
-        self._optimizer_step_post_hooks.update(base._optimizer_step_post_hooks)
+        self._optimizer_step_pre_hooks.update(inner._optimizer_step_pre_hooks)
+        self._optimizer_step_post_hooks.update(inner._optimizer_step_post_hooks)
         for group in self.param_groups:
             self._admit(group)
-        base.step = construct.taken_over  # type: ignore[method-assign]
+        inner.step = construct.taken_over  # type: ignore[method-assign]
 
     # -- step ----------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class FairCastOptimizer(Optimizer):
         self._make_masters()
         self._foreign.adopt(self.context(), self.managed())
         loss = self._step_fused(closure) if self.fused else self._step_unfused(closure)
-        self.written(self.managed())
+        foreign.record(self.managed())
         self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         self._served_version += 1
         return loss
@@ -225,6 +229,16 @@ class FairCastOptimizer(Optimizer):
         return serving.masters_in_model(self)
 
     @property
+    def seed(self) -> int:
+        """The 64-bit key of the random bits. Fixed: the shadow in the parameters depends on it."""
+        return self._seed
+
+    @property
+    def dither(self) -> str:
+        """ "fresh", "sync" or "held". Fixed, as the seed is."""
+        return self._dither
+
+    @property
     def served_version(self) -> int:
         """Counts the versions of the served weights: +1 per `step()` and per redraw. Saved."""
         return self._served_version
@@ -292,10 +306,6 @@ class FairCastOptimizer(Optimizer):
             caches=self._caches,
         )
 
-    def written(self, entries: list[Managed]) -> None:
-        """Note that the optimizer has just written these parameters."""
-        foreign.record(entries)
-
     def _admit(self, group: dict[str, Any]) -> None:
         """Check a new group, complete its keys, and give its parameters their identities."""
         group["served_dtype"] = construct.served_dtype(group.get("served_dtype", torch.bfloat16))
@@ -319,13 +329,14 @@ class FairCastOptimizer(Optimizer):
         new = [e for e in self.managed() if "master" not in e.state]
         if not new:
             return
+        self._registry.refuse_orphans(self.param_groups, self.state)
         for e in new:
             check_dtype(e.param, e.slot.name)
         for e in new:
             e.state = self.state[e.param]
             e.state["master"] = new_master(e.param)
             e.state["param_id"] = torch.tensor(e.slot.param_id, dtype=torch.int64)
-            self._complete_state(e)
+            complete_state(e, self.fused)
         for group in self.param_groups:
             self._want_fp32_grads(group)
         self._round(new)
@@ -335,7 +346,7 @@ class FairCastOptimizer(Optimizer):
         for work in state_work(self.context(), entries):
             work.backend.round_(work.batch)
             work.write_back()
-        self.written(entries)
+        foreign.record(entries)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -382,26 +393,10 @@ class FairCastOptimizer(Optimizer):
                     "load_state_dict: %s=%r of the state replaces %r. To keep yours, set it in "
                     "every group of the state dict before loading.", key, theirs, mine,
                 )  # fmt: skip
-        self.seed, self.dither, self._epoch = int(seed), dither, int(epoch)
-        self._served_version = int(served_version)
-
-    def adopt_ids(self) -> list[Managed]:
-        """Take the loaded identities; returns the parameters that have a master."""
-        entries = self._with_master()
-        for e in entries:
-            if "param_id" in e.state:
-                e.slot.param_id = int(e.state["param_id"])
-            else:
-                e.state["param_id"] = torch.tensor(e.slot.param_id, dtype=torch.int64)
-            self._complete_state(e)
-        return entries
-
-    def _complete_state(self, entry: Managed) -> None:
-        if self.fused:
-            adam_state(entry)
-        else:
-            widen_state(entry)
-            entry.state.setdefault("dither_step", torch.zeros((), device=entry.param.device))
+        self._seed, self._dither, self._epoch = int(seed), dither, int(epoch)
+        # Monotonic: going back to an older state in this process is a new version for an engine.
+        older = int(served_version) < self._served_version
+        self._served_version = self._served_version + 1 if older else int(served_version)
 
     def to_torch_state_dict(self) -> dict[str, Any]:
         """The way out: the state dict of the base optimizer alone (moments in fp32)."""
@@ -428,7 +423,7 @@ class FairCastOptimizer(Optimizer):
         self._base_step = BaseStep(base)
         self._foreign = foreign.ForeignWrites()
         self._caches: dict[Any, dict[Any, Any]] = {}
-        self.model: nn.Module | None = None
+        self.model = None
         self._busy: str | None = None
 
     @contextlib.contextmanager
@@ -448,10 +443,20 @@ class FairCastOptimizer(Optimizer):
 
 def _new(made: type | tuple[type[Optimizer], dict[str, Any]]) -> FairCastOptimizer:
     """An uninitialised instance, for unpickling."""
-    cls = FairCastOptimizer(made[0], **made[1]) if isinstance(made, tuple) else made
+    cls: Any = FairCastOptimizer(made[0], **made[1]) if isinstance(made, tuple) else made
     return cls.__new__(cls)
 
 
-FairCastAdam = FairCastOptimizer(torch.optim.Adam)
-FairCastAdamW = FairCastOptimizer(torch.optim.AdamW)
-FairCastMuon = FairCastOptimizer(torch.optim.Muon)
+if TYPE_CHECKING:  # what the three classes are to a type checker
+
+    class FairCastAdam(FairCastOptimizer):
+        def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    class FairCastAdamW(FairCastAdam): ...
+
+    class FairCastMuon(FairCastAdam): ...
+
+else:
+    FairCastAdam = FairCastOptimizer(torch.optim.Adam)
+    FairCastAdamW = FairCastOptimizer(torch.optim.AdamW)
+    FairCastMuon = FairCastOptimizer(torch.optim.Muon)

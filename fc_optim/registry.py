@@ -70,6 +70,12 @@ class Registry:
 
     def places(self, groups: Groups) -> Iterator[tuple[dict[str, Any], Tensor, Slot]]:
         """Every (group, parameter, slot), in group order."""
+        if [len(g["params"]) for g in groups] != [len(slots) for slots in self._slots]:
+            raise RuntimeError(
+                f"param_groups now have {[len(g['params']) for g in groups]} parameters, they had "
+                f"{[len(slots) for slots in self._slots]}: parameters can be exchanged in place, "
+                "not added or removed; use add_param_group(), or build a new optimizer."
+            )
         for group, slots in zip(groups, self._slots, strict=True):
             for p, slot in zip(group["params"], slots, strict=True):
                 yield group, p, slot
@@ -82,6 +88,17 @@ class Registry:
             if group["served_dtype"] is not None and (p.requires_grad or "master" in own):
                 entries.append(Managed(p, own, group, slot))
         return entries
+
+    def refuse_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
+        """Raise RuntimeError if masters belong to parameters that are in no group any more."""
+        held = {p for g in groups for p in g["params"]}
+        lost = sum("master" in own for p, own in state.items() if p not in held)
+        if lost:
+            raise RuntimeError(
+                f"{lost} parameters that have masters were replaced in param_groups, so their "
+                "masters would be lost. Replace parameters before the first publish() or step(), "
+                "or save state_dict() first and load it after."
+            )
 
     def name_of(self, groups: Groups, param: Tensor) -> str:
         return next(slot.name for _, p, slot in self.places(groups) if p is param)
@@ -97,8 +114,8 @@ class Registry:
                 "model: the optimizer trains none of its parameters; bind the model whose "
                 "parameters the optimizer was built from."
             )
-        for p, slot in places:
-            slot.name = names.get(p, slot.name)
+        for tensor, slot in places:
+            slot.name = names.get(tensor, slot.name)
 
     def __getstate__(self) -> list[list[tuple[int, str]]]:
         return [[(s.param_id, s.name) for s in slots] for slots in self._slots]

@@ -100,9 +100,9 @@ class BaseStep:
             return twin.step() if closure is None else twin.step(closure)
         finally:
             for p in params:
-                own = twin.state.get(masters.get(p, p))
-                if own:
-                    state[p].update(own)
+                state_after = twin.state.get(masters.get(p, p))
+                if state_after:
+                    state[p].update(state_after)
             for group, ran in zip(groups, twin.param_groups, strict=True):
                 group.update({k: v for k, v in ran.items() if k != "params"})
 

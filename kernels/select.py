@@ -44,8 +44,8 @@ def select_backend(choice: str, device_type: str) -> Backend:
         if choice != "auto":
             raise ImportError(f"backend: {choice!r} needs {library}: {remedy}")
         warnings.warn(
-            f"{library} is not installed: fc_optim runs its plain torch reference on {device_type}, "
-            f"many times slower. {remedy}",
+            f"{library} is not installed: fc_optim runs its torch reference on {device_type}, many "
+            f"times slower. {remedy}",
             stacklevel=2,
         )
         wanted = "reference"

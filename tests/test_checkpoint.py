@@ -233,6 +233,18 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         assert opt.check() == {}
 
 
+def test_going_back_in_one_process_is_a_new_version():
+    model = tiny()
+    opt = FairCastAdamW(model.named_parameters())
+    train(model, opt, 2)
+    state = copy.deepcopy(opt.state_dict())
+    opt.load_state_dict(state)
+    assert opt.served_version == 2
+    train(model, opt, 3)
+    opt.load_state_dict(state)
+    assert opt.served_version == 6
+
+
 def test_hooks_run_and_may_replace_the_state():
     model = tiny()
     opt = FairCastAdamW(model.named_parameters())

@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch import nn
 
 import fc_optim
 from fc_optim import FairCastAdam, FairCastAdamW, FairCastMuon, FairCastOptimizer
+
+
+untyped: Any = FairCastOptimizer  # for calls that a type checker would refuse
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -288,8 +292,8 @@ def test_grad_scaler_hands_over_scale_and_overflow():
         (lambda p: FairCastAdamW([p], momentum=0.9), TypeError, "momentum"),
         (lambda p: FairCastAdamW([p], differentiable=True), ValueError, "differentiable"),
         (lambda p: FairCastAdamW([]), ValueError, "empty parameter list"),
-        (lambda p: FairCastOptimizer("AdamW", [p]), TypeError, "base: 'AdamW' is neither"),
-        (lambda p: FairCastOptimizer(dict), TypeError, "not a torch.optim.Optimizer class"),
+        (lambda p: untyped("AdamW", [p]), TypeError, "base: 'AdamW' is neither"),
+        (lambda p: untyped(dict), TypeError, "not a torch.optim.Optimizer class"),
         (lambda p: FairCastOptimizer(FairCastAdamW, [p]), TypeError, "already"),
         (lambda p: FairCastOptimizer(FairCastAdamW([p])), TypeError, "already"),
         (
@@ -359,6 +363,33 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was():
         opt.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.float16))]})
     assert len(opt.param_groups) == 1
     train(model, opt)
+
+
+def test_replaced_parameters_are_followed_before_masters_and_refused_after():
+    model = tiny()
+    opt = FairCastAdamW(model.named_parameters(), lr=1e-2)
+    ids = [e.slot.param_id for e in opt.managed()]
+
+    def replace():
+        for i, p in enumerate(opt.param_groups[0]["params"]):
+            opt.param_groups[0]["params"][i] = nn.Parameter(p.detach().clone())
+
+    replace()
+    opt.publish()
+    assert [int(e.state["param_id"]) for e in opt.managed()] == ids
+    replace()
+    with pytest.raises(RuntimeError, match="6 parameters that have masters were replaced"):
+        opt.step()
+    opt.param_groups[0]["params"].pop()
+    with pytest.raises(RuntimeError, match=r"now have \[5\] parameters, they had \[6\]"):
+        opt.step()
+
+
+def test_seed_and_dither_cannot_be_assigned():
+    opt = FairCastAdamW(tiny().parameters())
+    for name in ("seed", "dither", "served_version"):
+        with pytest.raises(AttributeError):
+            setattr(opt, name, 1)
 
 
 def test_names_arriving_late_change_labels_and_no_bit():

@@ -12,8 +12,8 @@ import pytest
 import fc_optim
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ("numba", "triton", "numpy.testing", "matplotlib", "pandas", "accelerate", "deepspeed")
-HEAVY += ("transformers", "trl", "vllm", "sglang", "verl", "rich", "typer", "IPython")
+HEAVY = ["numba", "triton", "numpy.testing", "matplotlib", "pandas", "accelerate", "deepspeed"]
+HEAVY += ["transformers", "trl", "vllm", "sglang", "verl", "rich", "typer", "IPython"]
 
 
 def run(code: str, cwd: Path) -> str:

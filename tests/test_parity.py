@@ -1,6 +1,7 @@
 """The arithmetic contract: masters follow torch.optim within rounding; the effect on the copy."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -96,13 +97,14 @@ def test_a_missing_gradient_skips_the_parameter_and_its_step_count():
 
 
 def adam_like_run(dither: str | None, n: int = 1_000_000, steps: int = 200):
-    """captured (by step) and changed_ratio of each step on grid-initialised weights at lr 1e-6 (None: RTN)."""
+    """captured (by step) and changed_ratio of each step at lr 1e-6, from the grid (None: RTN)."""
     g = torch.Generator().manual_seed(0)
     p = nn.Parameter((torch.randn(n, generator=g) * 0.02).bfloat16().float())
     mean = torch.randn(n, generator=g)
     noise = [0.5 * torch.randn(n, generator=g) for _ in range(16)]
-    base = torch.optim.AdamW([p], lr=1e-6, weight_decay=0.0)
-    opt = base if dither is None else FairCastOptimizer(base, dither=dither)
+    opt: Any = torch.optim.AdamW([p], lr=1e-6, weight_decay=0.0)
+    if dither is not None:
+        opt = FairCastOptimizer(opt, dither=dither)
     start = served = p.detach().bfloat16()
     captured, changed = {}, []
     for step in range(steps):

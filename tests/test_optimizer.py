@@ -14,7 +14,6 @@ from torch import nn
 import fc_optim
 from fc_optim import FairCastAdam, FairCastAdamW, FairCastMuon, FairCastOptimizer
 
-
 untyped: Any = FairCastOptimizer  # for calls that a type checker would refuse
 
 

@@ -200,7 +200,8 @@ class FairCastOptimizer(Optimizer):
             tied: "once" gives a tied parameter under its first name, "all" under each.
             copy: give tensors of their own memory.
 
-        The tensors are read-only and valid until the next `step()`, unless `copy`. The iterator
+        With dither "sync", call `publish(redraw=True)` right before. The tensors are read-only and
+        valid until the next `step()`, unless `copy`. The iterator
         raises RuntimeError when it is resumed after a step. Draws no random numbers.
         """
         return serving.stream(

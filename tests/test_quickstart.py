@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("reasoning_gym")
-pytest.importorskip("transformers")
-
 SCRIPT = Path(__file__).parent.parent / "examples" / "quickstart.py"
 TINY = ("--fit-steps", "5", "--steps", "3", "--puzzles", "400")
 

@@ -73,6 +73,21 @@ class AdamHyper:
     maximize: bool
 
 
+@dataclass(frozen=True, slots=True)
+class MuonHyper:
+    """Hyper-parameters of one matrix, named as in `torch.optim.Muon`.
+
+    `lr_ratio` is what `adjust_lr_fn` makes of the matrix's shape. `lr` may be a 0-d tensor; the
+    Triton backend never reads it on the host.
+    """
+
+    lr: float | Tensor
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    lr_ratio: float
+
+
 @dataclass
 class Batch:
     """Tensors of one dtype set on one device: what one launch updates.
@@ -84,8 +99,10 @@ class Batch:
     masters: fp32, finite values at most the largest finite bf16.
     steps: 0-d fp32, the parameter's own step count; dither epoch t when `epoch` is None.
     epoch: dither epoch shared by all tensors (dither "sync" and "held"), or None for "fresh".
-    grads: bf16 or fp32 (Adam only, as are the moments and `hypers`); `max_exp_avg_sqs` is empty
-        without amsgrad.
+    grads: bf16 or fp32. With them come Adam's moments (`max_exp_avg_sqs` is empty without amsgrad)
+        or Muon's fp32 momentum buffers, and one entry of `hypers` or `muon_hypers` per tensor.
+    updates: bf16, Muon only: Newton-Schulz's input as `muon_momentum_` leaves it, and its output
+        as `muon_update_` takes it.
     grad_scale, found_inf: 0-d or one-element fp32 tensors as torch's GradScaler sets them.
     cache: for the backend's own use between launches on the same parameters.
     """
@@ -101,6 +118,9 @@ class Batch:
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
     hypers: list[AdamHyper] = field(default_factory=list)
+    momentum_buffers: list[Tensor] = field(default_factory=list)
+    updates: list[Tensor] = field(default_factory=list)
+    muon_hypers: list[MuonHyper] = field(default_factory=list)
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
@@ -153,6 +173,41 @@ def adam_scalars(hyper: AdamHyper, step: int, grad_scale: float = 1.0) -> AdamSc
         neg_step_size=-(lr / (1 - power(beta1, step))),
         bias_correction2_sqrt=(1 - power(beta2, step)) ** 0.5,
         eps=float(hyper.eps),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MuonScalars:
+    """What a Muon step needs of its hyper-parameters, in float64; rounded once to fp32.
+
+    Both averages are `torch.lerp`, in either of its branches: `buffer = x + lerp * (g - buffer)`
+    from `x = buffer`, or from `x = g` when `from_grad`; and Nesterov's update is
+    `x + blend * (buffer - g)` from `x = g`, or from `x = buffer` when `from_buffer`.
+    """
+
+    grad_factor: float  # 1 / grad_scale
+    lerp: float
+    from_grad: float  # 1.0 or 0.0
+    blend: float
+    from_buffer: float  # 1.0 or 0.0
+    decay: float  # 1 - lr * weight_decay
+    neg_lr: float  # -lr * lr_ratio
+
+
+def muon_scalars(hyper: MuonHyper, grad_scale: float = 1.0) -> MuonScalars:
+    """The scalars of a step, as `torch.optim.Muon` computes them. Without Nesterov, blend is 0."""
+    lr, momentum = float(hyper.lr), float(hyper.momentum)
+    weight = 1 - momentum
+    from_grad, from_buffer = weight >= 0.5, momentum >= 0.5 or not hyper.nesterov
+    blend = momentum - 1.0 if from_buffer else momentum
+    return MuonScalars(
+        grad_factor=1.0 / grad_scale,
+        lerp=weight - 1.0 if from_grad else weight,
+        from_grad=float(from_grad),
+        blend=blend if hyper.nesterov else 0.0,
+        from_buffer=float(from_buffer),
+        decay=1 - lr * hyper.weight_decay,
+        neg_lr=-(lr * hyper.lr_ratio),
     )
 
 

@@ -15,6 +15,7 @@ from fc_optim.kernels.batch import (
     Batch,
     Segment,
     adam_scalars,
+    muon_scalars,
     sample_positions,
 )
 
@@ -168,37 +169,84 @@ def adam_(batch: Batch) -> None:
     Reads grads; writes steps, moments, masters and containers. A non-zero `found_inf` leaves all
     of them alone.
     """
-    if batch.found_inf is not None and batch.found_inf.item() != 0:
+    if _skipped(batch):
         return
-    scale = 1.0 if batch.grad_scale is None else batch.grad_scale.item()
-    for i, master in enumerate(batch.masters):
+    for i in range(len(batch.masters)):
         batch.steps[i] += 1
-        scalars = adam_scalars(batch.hypers[i], int(batch.steps[i].item()), scale)
+        scalars = adam_scalars(batch.hypers[i], int(batch.steps[i].item()), _scale(batch))
         t = _dither_epoch(batch, i)
         for part, at in _chunks(batch, i):
             _adam_chunk(batch, i, at, scalars)
-            bits = master.view(-1)[at].view(torch.int32)
-            words = random_words(part, seed=batch.seed, t=t, device=master.device)
-            store_shadow(batch.containers[i].view(-1)[at], round_bits(bits, words))
+            _finish(batch, i, part, at, t)
+
+
+def muon_momentum_(batch: Batch) -> None:
+    """Momentum, Nesterov, and the cast to Newton-Schulz's input. Source: `torch.optim.Muon`.
+
+    Reads grads; writes momentum_buffers (a plain average, never normalised) and updates (bf16,
+    rounded to nearest). A non-zero `found_inf` leaves both alone.
+    """
+    if _skipped(batch):
+        return
+    for i, grad in enumerate(batch.grads):
+        scalars = muon_scalars(batch.muon_hypers[i], _scale(batch))
+        for _, at in _chunks(batch, i):
+            buffer = batch.momentum_buffers[i].view(-1)[at]
+            g = grad.view(-1)[at].float() * _fp32(scalars.grad_factor)
+            buffer.copy_((g if scalars.from_grad else buffer) + (g - buffer) * _fp32(scalars.lerp))
+            blended = (buffer - g) * _fp32(scalars.blend)
+            batch.updates[i].view(-1)[at] = (buffer if scalars.from_buffer else g) + blended
+
+
+def muon_update_(batch: Batch) -> None:
+    """Weight decay, the orthogonalised update, and the shadow. Source: `torch.optim.Muon`.
+
+    Reads updates; writes steps, masters and containers. A non-zero `found_inf` leaves all alone.
+    """
+    if _skipped(batch):
+        return
+    for i, master in enumerate(batch.masters):
+        batch.steps[i] += 1
+        scalars = muon_scalars(batch.muon_hypers[i])
+        t = _dither_epoch(batch, i)
+        for part, at in _chunks(batch, i):
+            w, update = master.view(-1)[at], batch.updates[i].view(-1)[at].float()
+            w.mul_(_fp32(scalars.decay)).add_(update * _fp32(scalars.neg_lr))
+            _finish(batch, i, part, at, t)
+
+
+def _finish(batch: Batch, i: int, part: Segment, at: slice, t: int) -> None:
+    """Make a piece of a master canonical, and write its shadow."""
+    bits = batch.masters[i].view(-1)[at].view(torch.int32)
+    bits.copy_(canonical_bits(bits))
+    words = random_words(part, seed=batch.seed, t=t, device=bits.device)
+    store_shadow(batch.containers[i].view(-1)[at], round_bits(bits, words))
+
+
+def _skipped(batch: Batch) -> bool:
+    return batch.found_inf is not None and batch.found_inf.item() != 0
+
+
+def _scale(batch: Batch) -> float:
+    return 1.0 if batch.grad_scale is None else batch.grad_scale.item()
+
+
+def _fp32(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64).to(torch.float32)
 
 
 def _adam_chunk(batch: Batch, i: int, at: slice, scalars: AdamScalars) -> None:
-    def fp32(x: float) -> Tensor:
-        return torch.tensor(x, dtype=torch.float64).to(torch.float32)
-
     w, m, v = (x[i].view(-1)[at] for x in (batch.masters, batch.exp_avgs, batch.exp_avg_sqs))
-    g = batch.grads[i].view(-1)[at].float() * fp32(scalars.grad_factor)
+    g = batch.grads[i].view(-1)[at].float() * _fp32(scalars.grad_factor)
     if scalars.l2 != 0:
-        g = g + w * fp32(scalars.l2)
-    w.mul_(fp32(scalars.decay))
-    m.copy_((g if scalars.from_grad else m) + (g - m) * fp32(scalars.lerp))
-    v.copy_(v * fp32(scalars.beta2) + g * fp32(scalars.one_minus_beta2) * g)
+        g = g + w * _fp32(scalars.l2)
+    w.mul_(_fp32(scalars.decay))
+    m.copy_((g if scalars.from_grad else m) + (g - m) * _fp32(scalars.lerp))
+    v.copy_(v * _fp32(scalars.beta2) + g * _fp32(scalars.one_minus_beta2) * g)
     second = v
     if batch.max_exp_avg_sqs:
         second = batch.max_exp_avg_sqs[i].view(-1)[at]
         second.copy_(torch.maximum(second, v))
     root = second.double().sqrt().to(torch.float32)
-    denominator = root / fp32(scalars.bias_correction2_sqrt) + fp32(scalars.eps)
-    w.add_(m * fp32(scalars.neg_step_size) / denominator)
-    bits = w.view(torch.int32)
-    bits.copy_(canonical_bits(bits))
+    denominator = root / _fp32(scalars.bias_correction2_sqrt) + _fp32(scalars.eps)
+    w.add_(m * _fp32(scalars.neg_step_size) / denominator)

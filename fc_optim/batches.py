@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fc_optim.kernels.backends import Backend
 from fc_optim.kernels.batch import AdamHyper, Batch, Segment
 from fc_optim.kernels.reference import canonical_bits
-from fc_optim.kernels.select import Backend
 from fc_optim.registry import CONTAINER_DTYPES, Managed, check_dtype
 
 
@@ -90,6 +90,7 @@ def state_work(
             seed=context.seed,
             epoch=context.epoch,
             cache={} if scratch else context.caches.setdefault(("state", device, dtype), {}),
+            shared=context.caches.setdefault(device, {}),
         )
         works.append(Work(batch, part, context.backend_for(device)))
     return works
@@ -132,6 +133,7 @@ def adam_work(
             grad_scale=_scalar_on(grad_scale, device),
             found_inf=_scalar_on(found_inf, device),
             cache=context.caches.setdefault(keys, {}),
+            shared=context.caches.setdefault(device, {}),
         )
         works.append(Work(batch, part, context.backend_for(device)))
     return works

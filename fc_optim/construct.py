@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from fc_optim.checkpoint import DITHERS
-from fc_optim.kernels.select import BACKENDS
+from fc_optim.kernels.backends import BACKENDS
 
 OPTIONS = ("seed", "dither", "masters", "backend", "fp32_grads")
 _classes: dict[Any, type] = {}

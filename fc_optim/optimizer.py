@@ -17,7 +17,7 @@ from fc_optim.batches import (
     new_master,
     state_work,
 )
-from fc_optim.kernels.select import backend_for
+from fc_optim.kernels.backends import backend_for
 from fc_optim.registry import Managed, Registry, check_dtype
 from fc_optim.unfused import BaseStep
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from fc_optim.kernels.backends import backend_for
 from fc_optim.kernels.batch import Batch, Segment
-from fc_optim.kernels.select import backend_for
 
 
 @torch.no_grad()

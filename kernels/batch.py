@@ -6,6 +6,7 @@ which elements of the unsharded parameter it holds. The random bits are keyed by
 the result does not depend on how a parameter is cut (design: "Rounding contract").
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,7 +91,7 @@ class MuonHyper:
 
 @dataclass
 class Batch:
-    """Tensors of one dtype set on one device: what one launch updates.
+    """Tensors of one dtype set on one device, at least one: what one launch updates.
 
     All lists are parallel. Tensors are contiguous and owned by the caller; kernels write
     `containers`, `masters`, the moments and `steps` in place.
@@ -104,7 +105,8 @@ class Batch:
     updates: bf16, Muon only: Newton-Schulz's input as `muon_momentum_` leaves it, and its output
         as `muon_update_` takes it.
     grad_scale, found_inf: 0-d or one-element fp32 tensors as torch's GradScaler sets them.
-    cache: for the backend's own use between launches on the same parameters.
+    cache, shared: for the backend's own use between launches, on the same parameters and of the
+        same optimizer on the same device.
     """
 
     containers: list[Tensor]
@@ -124,6 +126,7 @@ class Batch:
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
+    shared: dict[Any, Any] = field(default_factory=dict)
 
 
 def power(x: float, n: int) -> float:
@@ -171,7 +174,7 @@ def adam_scalars(hyper: AdamHyper, step: int, grad_scale: float = 1.0) -> AdamSc
         beta2=beta2,
         one_minus_beta2=1 - beta2,
         neg_step_size=-(lr / (1 - power(beta1, step))),
-        bias_correction2_sqrt=(1 - power(beta2, step)) ** 0.5,
+        bias_correction2_sqrt=math.sqrt(1 - power(beta2, step)),  # rounds correctly, `pow` need not
         eps=float(hyper.eps),
     )
 

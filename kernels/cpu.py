@@ -20,7 +20,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from fc_optim.kernels.batch import SAMPLE_MIX, SAMPLES, AdamScalars, Batch, adam_scalars
+from fc_optim.kernels.batch import SAMPLES, AdamScalars, Batch, adam_scalars, sample_positions
 from fc_optim.kernels.reference import adopt_
 
 __all__ = ["adam_", "adopt_", "flag_foreign", "round_"]
@@ -40,7 +40,6 @@ INF, QUIET_NAN, LARGEST_BF16 = np.uint32(0x7F800000), np.uint32(0x7FC00000), np.
 LARGEST = LARGEST_BF16.view(np.float32)
 PHILOX_M0, PHILOX_M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 PHILOX_W0, PHILOX_W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-MIX, MIX_SHIFT, MIX_MASK = np.uint64(SAMPLE_MIX), np.uint64(20), np.uint64(2**44 - 1)
 
 _jit = njit(cache=True, nogil=True, error_model="numpy", fastmath=False, boundscheck=False)
 
@@ -205,38 +204,39 @@ def _round_kernel(counter, table, firsts, key0, key1, narrow):
 
 
 @_jit
-def _sample(row, k, count):
-    """Position k of `batch.sample_positions`, and its flat index."""
-    low, high = k * row[NUMEL] // count, (k + 1) * row[NUMEL] // count
-    at = low + np.int64((np.uint64(k) * MIX >> MIX_SHIFT) & MIX_MASK) % (high - low)
-    r = at // row[INNER]
-    return at, row[BASE] + r * row[ROW_STRIDE] + at - r * row[INNER]
+def _is_foreign(row, at, found, masters, key0, key1, narrow):
+    """Compare the elements at positions `at` with their shadows; two arrays of scratch.
 
-
-@_jit
-def _is_foreign(row, key0, key1, narrow):
-    count = min(row[NUMEL], SAMPLES)
-    for k in range(count):
-        at, e = _sample(row, k, count)
-        pair = _philox(np.uint64(e >> 3), np.uint64(row[PARAM_ID]), np.uint64(row[T]), key0, key1)
-        word = pair[0 if e & 4 == 0 else 1] >> np.uint64(16 * (e & 3)) & np.uint64(0xFFFF)
-        shadow = np.uint32(_canonical(_bits(row[MASTER], at)) + word & HIGH16)
+    The loads come first, in a loop with nothing else in it, so that many misses are under way at
+    once; Philox then runs vectorised.
+    """
+    for k in range(at.size):
+        masters[k] = _bits(row[MASTER], at[k])
         if narrow:
-            found = np.uint32(np.uint64(_container16(row[CONTAINER], at)) << U16)
+            found[k] = np.uint32(np.uint64(_container16(row[CONTAINER], at[k])) << U16)
         else:
-            found = _container32(row[CONTAINER], at)
-        if _canonical(found) != shadow:
-            return True
-    return False
+            found[k] = _container32(row[CONTAINER], at[k])
+    contiguous = row[INNER] == row[NUMEL]
+    param_id, t, foreign = np.uint64(row[PARAM_ID]), np.uint64(row[T]), False
+    for k in range(at.size):
+        e = row[BASE] + at[k]
+        if not contiguous:
+            e += at[k] // row[INNER] * (row[ROW_STRIDE] - row[INNER])
+        low, high = _philox(np.uint64(e >> 3), param_id, t, key0, key1)
+        word = (low if e & 4 == 0 else high) >> np.uint64(16 * (e & 3)) & np.uint64(0xFFFF)
+        foreign |= np.uint32(_canonical(masters[k]) + word & HIGH16) != _canonical(found[k])
+    return foreign
 
 
 @_jit
-def _flag_kernel(counter, table, firsts, key0, key1, narrow, flags):
+def _flag_kernel(counter, table, firsts, key0, key1, narrow, positions, ends, flags):
+    found, masters = np.empty(SAMPLES, np.uint32), np.empty(SAMPLES, np.uint32)
     while True:
         s = _claim(counter.ctypes.data)
         if s >= len(table):
             return
-        if _is_foreign(table[s], key0, key1, narrow):
+        at = positions[ends[s] - min(table[s, NUMEL], SAMPLES) : ends[s]]
+        if _is_foreign(table[s], at, found, masters, key0, key1, narrow):
             flags[table[s, TENSOR]] = 1
 
 
@@ -252,7 +252,7 @@ def _update(w, m, v, g, grad16, maximum, n, x):
     """
     factor, decay, l2, lerp, from_grad = x[0], x[1], x[2], x[3], x[4] != 0
     beta2, one_minus_beta2, neg_step_size, correction, eps = x[5], x[6], x[7], x[8], x[9]
-    has_l2, fine = x[10] != 0, True
+    has_l2, fine = l2 != 0, True
     for i in range(n):
         if grad16 is not None:
             gi = np.uint32(np.uint64(_grad16(g, i)) << U16).view(np.float32)
@@ -403,8 +403,16 @@ def flag_foreign(batch: Batch) -> Tensor:
     flags = torch.zeros(len(batch.masters), dtype=torch.int32)
     if batch.masters:
         _, args = _arguments(batch)
-        samples = np.minimum(args[0][:, NUMEL], SAMPLES).sum()
-        _launch(_flag_kernel, samples, *args, flags.numpy())
+        sizes = args[0][:, NUMEL]
+        key = (__name__, "samples")  # depends on sizes only
+        if key not in batch.cache or not np.array_equal(batch.cache[key][0], sizes):
+            positions = [np.empty(0, np.int64)]  # so that there is something to join
+            positions += [sample_positions(n).numpy() for n in sizes.tolist()]
+            ends = np.cumsum([p.size for p in positions])[1:]
+            batch.cache[key] = sizes.copy(), np.concatenate(positions), ends
+        _, positions, ends = batch.cache[key]
+        # A sample costs about what 20 elements of a step do: cache and TLB misses.
+        _launch(_flag_kernel, 20 * positions.size, *args, positions, ends, flags.numpy())
     return flags
 
 
@@ -412,7 +420,7 @@ _scalar_row = attrgetter(*(f.name for f in fields(AdamScalars)))
 
 
 def _scalars(batch: Batch, steps: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Distinct rows (fp32: the fields of `AdamScalars`, is there an l2 term); each tensor's row."""
+    """Distinct rows (fp32: the fields of `AdamScalars`), and each tensor's row."""
     scale = 1.0 if batch.grad_scale is None else batch.grad_scale.item()
     rows: list[tuple[float, ...]] = []
     seen: dict[tuple[int, float], int] = {}
@@ -420,7 +428,7 @@ def _scalars(batch: Batch, steps: np.ndarray) -> tuple[np.ndarray, list[int]]:
         if (id(hyper), step) not in seen:
             seen[id(hyper), step] = len(rows)
             scalars = adam_scalars(hyper, int(step), scale)
-            rows.append((*_scalar_row(scalars), float(scalars.l2 != 0)))
+            rows.append(_scalar_row(scalars))
     index = [seen[key] for key in zip(map(id, batch.hypers), steps.tolist(), strict=True)]
     return torch.tensor(rows, dtype=torch.float64).to(torch.float32).numpy(), index
 

@@ -192,9 +192,11 @@ def muon_momentum_(batch: Batch) -> None:
         scalars = muon_scalars(batch.muon_hypers[i], _scale(batch))
         for _, at in _chunks(batch, i):
             buffer = batch.momentum_buffers[i].view(-1)[at]
-            g = grad.view(-1)[at].float() * _fp32(scalars.grad_factor)
-            buffer.copy_((g if scalars.from_grad else buffer) + (g - buffer) * _fp32(scalars.lerp))
-            blended = (buffer - g) * _fp32(scalars.blend)
+            g = grad.view(-1)[at].float() * _fp32(scalars.grad_factor, buffer)
+            buffer.copy_(
+                (g if scalars.from_grad else buffer) + (g - buffer) * _fp32(scalars.lerp, g)
+            )
+            blended = (buffer - g) * _fp32(scalars.blend, buffer)
             batch.updates[i].view(-1)[at] = (buffer if scalars.from_buffer else g) + blended
 
 
@@ -211,7 +213,7 @@ def muon_update_(batch: Batch) -> None:
         t = _dither_epoch(batch, i)
         for part, at in _chunks(batch, i):
             w, update = master.view(-1)[at], batch.updates[i].view(-1)[at].float()
-            w.mul_(_fp32(scalars.decay)).add_(update * _fp32(scalars.neg_lr))
+            w.mul_(_fp32(scalars.decay, w)).add_(update * _fp32(scalars.neg_lr, w))
             _finish(batch, i, part, at, t)
 
 
@@ -231,22 +233,24 @@ def _scale(batch: Batch) -> float:
     return 1.0 if batch.grad_scale is None else batch.grad_scale.item()
 
 
-def _fp32(x: float) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64).to(torch.float32)
+def _fp32(x: float, like: Tensor) -> Tensor:
+    """A 0-d fp32 tensor, on the device: torch would divide by a host scalar by its reciprocal."""
+    return torch.tensor(x, dtype=torch.float64, device=like.device).to(torch.float32)
 
 
 def _adam_chunk(batch: Batch, i: int, at: slice, scalars: AdamScalars) -> None:
     w, m, v = (x[i].view(-1)[at] for x in (batch.masters, batch.exp_avgs, batch.exp_avg_sqs))
-    g = batch.grads[i].view(-1)[at].float() * _fp32(scalars.grad_factor)
-    if scalars.l2 != 0:
-        g = g + w * _fp32(scalars.l2)
-    w.mul_(_fp32(scalars.decay))
-    m.copy_((g if scalars.from_grad else m) + (g - m) * _fp32(scalars.lerp))
-    v.copy_(v * _fp32(scalars.beta2) + g * _fp32(scalars.one_minus_beta2) * g)
+    g = batch.grads[i].view(-1)[at].float() * _fp32(scalars.grad_factor, w)
+    l2 = _fp32(scalars.l2, w)
+    if l2 != 0:
+        g = g + w * l2
+    w.mul_(_fp32(scalars.decay, w))
+    m.copy_((g if scalars.from_grad else m) + (g - m) * _fp32(scalars.lerp, w))
+    v.copy_(v * _fp32(scalars.beta2, w) + g * _fp32(scalars.one_minus_beta2, w) * g)
     second = v
     if batch.max_exp_avg_sqs:
         second = batch.max_exp_avg_sqs[i].view(-1)[at]
         second.copy_(torch.maximum(second, v))
     root = second.double().sqrt().to(torch.float32)
-    denominator = root / _fp32(scalars.bias_correction2_sqrt) + _fp32(scalars.eps)
-    w.add_(m * _fp32(scalars.neg_step_size) / denominator)
+    denominator = root / _fp32(scalars.bias_correction2_sqrt, w) + _fp32(scalars.eps, w)
+    w.add_(m * _fp32(scalars.neg_step_size, w) / denominator)

@@ -1,0 +1,251 @@
+"""What the Triton kernels compile to, for GPUs that are not here: ptxas needs none.
+
+The compiler runs in a process of its own (this file, as a script), since the tests' process may
+have triton in its interpreter.
+"""
+
+import heapq
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TARGETS = (80, 90, 100)
+PER_THREAD = 8  # elements
+ADAM = {"AMSGRAD": False, "HAS_L2": False, "STRIDED": False}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("_adam_kernel", {"C": "int16", "G": "float32", **ADAM}),
+    "adamw, bf16 grads": ("_adam_kernel", {"C": "int16", "G": "int16", **ADAM}),
+    "adam, amsgrad, grid": (
+        "_adam_kernel",
+        {"C": "int32", "G": "float32", **ADAM, "AMSGRAD": True, "HAS_L2": True},
+    ),
+    "adamw, boxes": ("_adam_kernel", {"C": "int16", "G": "float32", **ADAM, "STRIDED": True}),
+    "round": ("_round_kernel", {"C": "int16", "STRIDED": False}),
+    "prepare": ("_prepare_kernel", {}),
+    "flag": ("_flag_kernel", {"C": "int16"}),
+    "adopt": ("_adopt_kernel", {"C": "int16", "STRIDED": False}),
+}
+STREAMS = {  # 128-bit loads and stores, 64-bit stores: two of each for every stream of that width
+    "adamw": (8, 6, 2),
+    "adamw, bf16 grads": (6, 6, 2),
+    "adam, amsgrad, grid": (10, 10, 0),
+    "round": (2, 0, 2),
+}
+POINTERS = {
+    "segments": "*i64",
+    "tensors": "*i64",
+    "epoch": "*i64",
+    "counts": "*i64",
+    "blocks": "*i32",
+    "scalars": "*i32",
+    "flags": "*i32",
+    "hypers": "*fp64",
+}
+
+
+def compile_all(capability: int) -> dict[str, dict[str, Any]]:
+    """Assembly and resources of every variant."""
+    import triton  # type: ignore[import-untyped]
+    import triton.language as tl  # type: ignore[import-untyped]
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+    from triton.compiler import ASTSource  # type: ignore[import-untyped]
+
+    from fc_optim.kernels import gpu
+
+    results = {}
+    for name, (kernel_name, options) in VARIANTS.items():
+        kernel = getattr(gpu, kernel_name)
+        constants = {
+            (kernel.arg_names.index(k),): getattr(tl, x) if isinstance(x, str) else x
+            for k, x in options.items()
+        }
+        signature = {
+            k: "constexpr" if k in options else POINTERS.get(k, "i32") for k in kernel.arg_names
+        }
+        plain_adam = kernel_name == "_adam_kernel" and not options["STRIDED"]
+        registers = gpu.ADAM_REGISTERS if plain_adam else gpu.REGISTERS
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": 4, "enable_fp_fusion": False, "maxnreg": registers},
+        )
+        results[name] = {
+            "ptx": compiled.asm["ptx"],
+            "sass": _cuobjdump("-sass", compiled.asm["cubin"]),
+            "resources": _cuobjdump("-res-usage", compiled.asm["cubin"]),
+        }
+    return results
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
+    import triton
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [program, option, file.name], capture_output=True, text=True, check=True
+        )
+    return done.stdout
+
+
+def launch_all() -> dict[str, int]:
+    """Launch everything up to the point where code would be loaded; count the compilations."""
+    import torch
+    import triton  # type: ignore[import-untyped]
+    from kernel_cases import make_batch
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+
+    from fc_optim.kernels import gpu
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    triton.runtime.driver.set_active(Driver())
+    kernel_type: Any = type(gpu._adam_kernel)
+    run = kernel_type.run
+    kernel_type.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
+    for sizes in ([1], [16, 17], [3] * 300):
+        for step in (0, 15):
+            batch = make_batch(sizes, step=step, lr=step, epoch=step or None, seed=step * 2**60)
+            gpu.adam_(batch)
+            gpu.round_(batch)
+            gpu.flag_foreign(batch)
+            gpu.adopt_(batch, torch.zeros(len(sizes) + 1, dtype=torch.int32)[1:])
+    names = {kernel for kernel, _ in VARIANTS.values()}
+    return {name: len(getattr(gpu, name).device_caches[0][0]) for name in names}
+
+
+def run_apart(job: str) -> dict[str, Any]:
+    """What this file prints as a script, in a process without triton's interpreter."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:
+        env["TRITON_CACHE_DIR"] = cache
+        done = subprocess.run(
+            [sys.executable, __file__, job], env=env, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids=lambda x: f"sm_{x}")
+def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    return run_apart(str(request.param))
+
+
+def instructions(sass: str) -> list[tuple[int, str]]:
+    """Address and text of each; the padding at the end is left out."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.M)
+    while found[-1][1] == "NOP":
+        found.pop()
+    return [(int(address, 16), text) for address, text in found]
+
+
+def count(sass: str, pattern: str) -> int:
+    return sum(bool(re.search(pattern, text)) for _, text in instructions(sass))
+
+
+def shortest_path(sass: str) -> int:
+    """Instructions from entry to exit through all 128-bit accesses: the way of a whole block."""
+    code = instructions(sass)
+    place = {address: i for i, (address, _) in enumerate(code)}
+
+    def successors(i: int) -> list[int]:
+        guard, operation, operands = _parse(code[i][1])
+        if not operation.startswith(("BRA", "EXIT", "RET")):
+            return [i + 1]
+        following = [i + 1] if guard or "P" in operands else []
+        return following + [place[int(x, 16)] for x in re.findall("0x([0-9a-f]+)$", operands)]
+
+    def nearest(start: int, goals: set[int]) -> tuple[int, int]:
+        best, queue = {start: 0}, [(0, start)]
+        while queue:
+            length, i = heapq.heappop(queue)
+            if i in goals:
+                return length, i
+            for j in successors(i):
+                if length + 1 < best.get(j, len(code)):
+                    best[j] = length + 1
+                    heapq.heappush(queue, (length + 1, j))
+        raise AssertionError("no path")
+
+    wide = [{i} for i, (_, text) in enumerate(code) if re.search(r"(LDG|STG)\.E\.128", text)]
+    exits = {i for i, (_, text) in enumerate(code) if "EXIT" in text}
+    total, at = 1, 0
+    for goals in [*wide, exits]:
+        length, at = nearest(at, goals)
+        total += length
+    return total
+
+
+def _parse(text: str) -> tuple[str, str, str]:
+    """The guard (or nothing), operation and operands of an instruction."""
+    match = re.fullmatch(r"(@\S+ )?\s*(\S+)\s*(.*)", text)
+    assert match
+    return match[1] or "", match[2], match[3]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_spills_and_no_stack(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    assert re.search(r"STACK:0 .*LOCAL:0\b", compiled[name]["resources"])
+    assert count(compiled[name]["sass"], r"\b(LDL|STL)\b") == 0
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_accesses_are_wide(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    sass = compiled[name]["sass"]
+    loads, stores, halves = STREAMS[name]
+    assert count(sass, r"LDG\.E\.128") == loads
+    assert count(sass, r"STG\.E\.128") == stores
+    assert count(sass, r"STG\.E\.64") == halves
+
+
+@pytest.mark.parametrize(
+    "name, whole, path", [("adamw", 150, 86), ("adamw, bf16 grads", 150, 86), ("round", 50, 36)]
+)
+def test_instructions_per_element(
+    compiled: dict[str, dict[str, Any]], name: str, whole: float, path: float
+) -> None:
+    """Of the kernel with its slow paths, and on the way of a block that needs none of them."""
+    sass = compiled[name]["sass"]
+    assert len(instructions(sass)) <= whole * PER_THREAD
+    assert shortest_path(sass) <= path * PER_THREAD
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_operation_rounds_once(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    """No FMA, no flush to zero, and no operation that ptxas may contract (those without `.rn`)."""
+    ptx = compiled[name]["ptx"]
+    assert "fma." not in ptx and ".ftz" not in ptx and ".approx" not in ptx
+    assert not re.search(r"\b(add|sub|mul)\.f(32|64)", ptx)
+    needed = {"_adam_kernel": ("div.rn.f32", "sqrt.rn.f32"), "_prepare_kernel": ("div.rn.f64",)}
+    for operation in needed.get(VARIANTS[name][0], ()):
+        assert operation in ptx
+    if name == "prepare":
+        assert "sqrt.rn.f64" in ptx
+
+
+def test_one_compilation_per_kernel() -> None:
+    """Over steps, rates, epochs, seeds, and batches of 1, 2 and 300 tensors."""
+    assert set(run_apart("launch").values()) == {1}
+
+
+if __name__ == "__main__":
+    job = sys.argv[1]
+    json.dump(launch_all() if job == "launch" else compile_all(int(job)), sys.stdout)

@@ -1,0 +1,246 @@
+"""The Triton backend against the reference, bit for bit: in triton's interpreter without a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import (
+    OPTIONS,
+    assert_same_bits,
+    clone_batch,
+    make_batch,
+    option_id,
+    refresh_grads,
+    sow_specials,
+)
+from torch import Tensor
+
+from fc_optim.kernels import gpu, reference
+from fc_optim.kernels.batch import AdamHyper, Batch, Segment
+
+# The interpreter computes with numpy, which warns of every overflow and NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 64, 255, 1000, 1023, 1024, 1025, 1031, 2048, 3001]
+
+
+def run(*batches: Batch, steps: int = 1, function: str = "adam_") -> None:
+    """The same function of both backends; the first batch is the reference's."""
+    for _ in range(steps):
+        getattr(reference, function)(batches[0])
+        getattr(gpu, function)(batches[1])
+
+
+def pair(batch: Batch) -> tuple[Batch, Batch]:
+    return batch, clone_batch(batch, DEVICE)
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """A copy whose address is one element past an aligned one."""
+    return torch.cat((x[:1], x))[1:]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=option_id)
+def test_adam_and_round_equal_the_reference(options: dict[str, Any]) -> None:
+    a, b = pair(make_batch(SIZES, **options))
+    for step in range(3):
+        refresh_grads([a, b], step)
+        run(a, b)
+        assert_same_bits(a, b)
+    a.epoch = b.epoch = 2**32 + 5
+    run(a, b, function="round_")
+    assert_same_bits(a, b)
+
+
+def test_every_size_up_to_70() -> None:
+    a, b = pair(make_batch(range(71), seed=2**64 - 1))
+    run(a, b)
+    assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=option_id)
+def test_special_values(options: dict[str, Any]) -> None:
+    a, b = pair(sow_specials(make_batch([9, 2500], **options)))
+    run(a, b, function="round_")
+    assert_same_bits(a, b, nan_sign=True)
+    run(a, b, steps=2)
+    assert_same_bits(a, b)
+
+
+RUNS = [  # offsets and bases that are no multiples of 4, 8 and 1024; a base beyond 32 bits
+    [Segment(7, 3, 1, 10, 0), Segment(8, 2**35 + 5, 1, 1500, 0, offset=10)],
+    [Segment(9, 16, 1, 1030, 0)],
+    [Segment(10, 4, 1, 2050, 1, offset=2), Segment(11, 1, 1, 0, 0)],
+]
+BOXES = [  # column shards, empty shards, and runs among them
+    [Segment(7, 3, 7, 10, 33), Segment(8, 2**35 + 5, 30, 50, 64, offset=70)],
+    [Segment(9, 19, 1, 1030, 0)],
+    [Segment(10, 0, 3, 0, 5), Segment(11, 0, 0, 4, 5), Segment(12, 9, 1100, 1, 17)],
+]
+
+
+@pytest.mark.parametrize("segments", [RUNS, BOXES], ids=["runs", "boxes"])
+@pytest.mark.parametrize("container", [torch.bfloat16, torch.float32], ids=str)
+def test_segments(segments: list[Sequence[Segment]], container: torch.dtype) -> None:
+    sizes = [max(s.offset + s.numel for s in x) for x in segments]
+    a, b = pair(make_batch(sizes, segments=segments, container=container))
+    run(a, b, steps=2)
+    assert_same_bits(a, b)
+    foreign = [(0, slice(100, 700)), (2, slice(1, 900))]
+    check_adoption(a, b, foreign)
+
+
+def test_unaligned_tensors() -> None:
+    batch = make_batch([2048, 2048, 5], amsgrad=True)
+    a, b = pair(batch)
+    b.grads[0] = misaligned(b.grads[0])
+    b.containers[1] = misaligned(b.containers[1])
+    run(a, b)
+    assert_same_bits(a, b)
+    run(a, b, function="round_")
+    assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("container", [torch.bfloat16, torch.float32], ids=str)
+def test_flags_and_adoption(container: torch.dtype) -> None:
+    a, b = pair(make_batch([3000, 0, 40, 1500], container=container, epoch=3))
+    run(a, b, function="round_")
+    for x, module in ((a, reference), (b, gpu)):
+        assert module.flag_foreign(x).tolist() == [0] * 4
+        assert module.adopt_(x, module.flag_foreign(x)).tolist() == [0] * 4
+    check_adoption(a, b, [(0, slice(5, None, 2)), (2, slice(7, 8))])
+
+
+def check_adoption(a: Batch, b: Batch, foreign: list[tuple[int, slice]]) -> None:
+    for x in (a, b):
+        for i, at in foreign:
+            x.containers[i][at] = 3.0
+        x.containers[foreign[-1][0]][8:10] = torch.nan
+    flags, found = reference.flag_foreign(a), gpu.flag_foreign(b)
+    assert found.dtype == torch.int32 and found.tolist() == flags.tolist()
+    assert {i for i, flag in enumerate(flags.tolist()) if flag} == {i for i, _ in foreign}
+    counts, adopted = reference.adopt_(a, flags), gpu.adopt_(b, found)
+    assert adopted.dtype == torch.int64 and adopted.tolist() == counts.tolist()
+    assert_same_bits(a, b, nan_sign=True)
+
+
+def test_adoption_obeys_the_flags() -> None:
+    a, b = pair(make_batch([2] * 300))  # more segments than a program scans at a time
+    for x in (a, b):
+        for container in x.containers:
+            container.fill_(3.0)
+    flags = torch.zeros(300, dtype=torch.int32)
+    flags[[2, 299]] = torch.tensor([1, 5], dtype=torch.int32)
+    counts, adopted = reference.adopt_(a, flags), gpu.adopt_(b, flags.to(DEVICE))
+    assert adopted.tolist() == counts.tolist() and adopted.sum() == 4
+    assert_same_bits(a, b)
+
+
+def test_found_inf_leaves_everything_alone() -> None:
+    a, b = pair(make_batch([1030, 7], found_inf=1.0, grad_scale=8.0, amsgrad=True))
+    run(a, b, steps=2)
+    assert_same_bits(clone_batch(a), b)
+    assert [x.item() for x in b.steps] == [0.0, 1.0]
+    for x in (a, b):
+        assert x.found_inf is not None
+        x.found_inf.zero_()
+    run(a, b)
+    assert_same_bits(a, b)
+    assert [x.item() for x in b.steps] == [1.0, 2.0]
+
+
+def test_step_counts_up_to_the_last() -> None:
+    a, b = pair(make_batch([3] * 5, step=2**24 - 3, beta2=0.9999999))
+    run(a, b, steps=4)
+    assert_same_bits(a, b)
+    assert b.steps[0].item() == 2**24
+
+
+def test_nothing_to_do() -> None:
+    empty = Batch([], [], [], [], seed=0, epoch=None)
+    gpu.round_(empty)
+    gpu.adam_(empty)
+    a, b = pair(make_batch([0, 0]))
+    run(a, b)
+    assert_same_bits(a, b)
+    assert gpu.flag_foreign(b).tolist() == gpu.adopt_(b, gpu.flag_foreign(b)).tolist() == [0, 0]
+
+
+class Launches:
+    """Stands for a kernel and records the grid and the arguments of every launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.calls = kernel, list[tuple[Any, Any, Any]]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.calls.append((grid, [x for x in args if not isinstance(x, Tensor)], kwargs))
+            self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def test_one_launch_for_310_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(gpu._adam_kernel)
+    monkeypatch.setattr(gpu, "_adam_kernel", launches)
+    a, b = pair(make_batch([1 + i % 16 for i in range(310)]))
+    run(a, b)
+    assert [grid for grid, _, _ in launches.calls] == [(310,)]
+    assert_same_bits(a, b)
+
+
+def test_steps_and_rates_change_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that a launch passes by value differs between steps (`test_aot` covers the rest)."""
+    adam, prepare = Launches(gpu._adam_kernel), Launches(gpu._prepare_kernel)
+    monkeypatch.setattr(gpu, "_adam_kernel", adam)
+    monkeypatch.setattr(gpu, "_prepare_kernel", prepare)
+    a, b = pair(make_batch([1, 17]))
+    for step in range(20):
+        hyper = AdamHyper(step * 1e-3, 0.9, 0.99, 1e-8, step * 0.1, True, False)
+        a.hypers = b.hypers = [hyper, replace(hyper, lr=1e-3)]
+        b.grads = [x.clone() for x in b.grads]
+        a.epoch = b.epoch = step if step > 15 else None
+        run(a, b)
+        assert_same_bits(a, b)
+    for launches in (adam, prepare):
+        assert len(launches.calls) == 20
+        assert all(call == launches.calls[0] for call in launches.calls)
+
+
+def test_a_tensor_rate_is_read_on_the_device() -> None:
+    a, b = pair(make_batch([5, 17], tensor_lr=True))
+    for lr in (1e-3, 0.0, 2e-3):
+        for x in (a, b):
+            for rate in {id(h): h.lr for h in x.hypers}.values():
+                assert isinstance(rate, Tensor)
+                rate.fill_(lr)
+        run(a, b)
+        assert_same_bits(a, b)
+    a.hypers = b.hypers = [replace(h, lr=0.0) for h in a.hypers]
+    run(a, b)
+    assert_same_bits(a, b)
+
+
+def test_captured_tables_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointers are never overwritten; what a capture makes is kept and does not enter the cache."""
+    batch = clone_batch(make_batch([5, 17]), DEVICE)
+    gpu.adam_(batch)
+    names = ("gpu segments 6", "gpu tensors", "gpu epoch", "gpu hypers")
+    before = [batch.cache[k][1] for k in names]
+    values = [x.clone() for x in before]
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "_is_capturing", lambda device: True)
+        batch.grads = [x.clone() for x in batch.grads]
+        batch.hypers = [replace(h, lr=0.5) for h in batch.hypers]
+        gpu.adam_(batch)
+    assert all(batch.cache[k][1] is x for k, x in zip(names, before, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(before, values, strict=True))
+    (kept,) = batch.cache["gpu captured"]
+    assert any(x is before[1] for x in kept) and not any(x is before[0] for x in kept)
+    batch.epoch = 9
+    gpu.adam_(batch)
+    assert torch.equal(before[0], values[0]) and batch.cache["gpu segments 6"][1] is not before[0]
+    assert before[2].item() == 9 and before[3][0, 0].item() == 0.5

@@ -1,6 +1,7 @@
 """Optimizers that serve an unbiased bf16 copy of their fp32 masters."""
 
 from fc_optim.checkpoint import without_masters as without_masters
+from fc_optim.muon import muon_param_groups as muon_param_groups
 from fc_optim.naming import clean_name as clean_name
 from fc_optim.naming import param_id as param_id
 from fc_optim.optimizer import FairCastAdam as FairCastAdam

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fc_optim.kernels.backends import Backend
-from fc_optim.kernels.batch import AdamHyper, Batch, Segment
+from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper, Segment
 from fc_optim.kernels.reference import canonical_bits
+from fc_optim.muon import lr_ratio, orthogonalise
 from fc_optim.registry import CONTAINER_DTYPES, Managed, check_dtype
 
 
@@ -21,7 +22,24 @@ class Work:
     entries: list[Managed]
     backend: Backend
 
-    def write_back(self) -> None:
+    def round(self) -> None:
+        """containers <- stochastic rounding of the masters."""
+        self.backend.round_(self.batch)
+        self._write_back()
+
+    def step(self) -> None:
+        """One step of the batch's algorithm, ending with the shadow."""
+        batch = self.batch
+        if batch.muon_hypers:
+            self.backend.muon_momentum_(batch)
+            pairs = zip(batch.updates, self.entries, strict=True)
+            batch.updates = [orthogonalise(u, e.group) for u, e in pairs]
+            self.backend.muon_update_(batch)
+        else:
+            self.backend.adam_(batch)
+        self._write_back()
+
+    def _write_back(self) -> None:
         """Copy containers that had to be staged (strided, or state on another device)."""
         for entry, container in zip(self.entries, self.batch.containers, strict=True):
             if container.data_ptr() != entry.param.data_ptr():
@@ -34,7 +52,7 @@ class Context:
 
     seed: int
     epoch: int | None  # None: fresh
-    step_key: str  # state key of the parameter's own step count
+    fused: bool
     backend_for: Callable[[torch.device], Backend]
     caches: dict[Any, dict[Any, Any]]
 
@@ -47,26 +65,30 @@ def new_master(param: Tensor) -> Tensor:
     return master
 
 
+def step_key(entry: Managed, fused: bool) -> str:
+    """The state key of a parameter's own step count: torch's where the algorithm has one."""
+    return "step" if fused and entry.group["algorithm"] != "muon" else "dither_step"
+
+
 def complete_state(entry: Managed, fused: bool) -> None:
-    """Add what is missing of a parameter's state; widen what a base made in bf16 to fp32."""
-    if fused:
-        _adam_state(entry)
-        return
-    for key, value in entry.state.items():
-        if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-            entry.state[key] = value.float()
-    entry.state.setdefault("dither_step", torch.zeros((), device=entry.param.device))
-
-
-def _adam_state(entry: Managed) -> None:
+    """Add what is missing of a parameter's state; widen to fp32 what a base made in bf16."""
     state, master = entry.state, entry.state["master"]
-    state.setdefault("step", torch.zeros((), dtype=torch.float32, device=master.device))
-    keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(entry.group.get("amsgrad"))
-    for key in keys:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+            state[key] = value.float()
+    state.setdefault(step_key(entry, fused), torch.zeros((), device=master.device))
+    for key in _moments(entry) if fused else ():
         if key not in state:
             state[key] = torch.zeros_like(master)
-        elif state[key].dtype != torch.float32 or not state[key].is_contiguous():
-            state[key] = state[key].to(torch.float32, memory_format=torch.contiguous_format)
+        state[key] = state[key].contiguous()
+
+
+def _moments(entry: Managed) -> tuple[str, ...]:
+    if entry.group["algorithm"] == "muon":
+        return ("momentum_buffer",)
+    if entry.group["amsgrad"]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    return ("exp_avg", "exp_avg_sq")
 
 
 def state_work(
@@ -86,7 +108,7 @@ def state_work(
             containers=[_container(e.param, device, empty=scratch) for e in part],
             masters=[e.state["master"] for e in part],
             segments=[_segments(e) for e in part],
-            steps=[e.state[context.step_key].to(device) for e in part],
+            steps=[e.state[step_key(e, context.fused)].to(device) for e in part],
             seed=context.seed,
             epoch=context.epoch,
             cache={} if scratch else context.caches.setdefault(("state", device, dtype), {}),
@@ -96,45 +118,46 @@ def state_work(
     return works
 
 
-def adam_work(
+def update_work(
     context: Context,
     entries: Iterable[Managed],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> list[Work]:
-    """Batches for one Adam or AdamW step of the parameters that have a gradient."""
+    """Batches for one fused step of the parameters that have a gradient."""
 
     def key(e: Managed) -> tuple:
         assert e.param.grad is not None
-        return (e.param.device, e.param.dtype, e.param.grad.dtype, bool(e.group.get("amsgrad")))
+        return (e.param.device, e.param.dtype, e.param.grad.dtype, _moments(e))
 
-    hypers = {}
     works = []
     for keys, part in _grouped((e for e in entries if e.param.grad is not None), key):
-        device, _, _, amsgrad = keys
+        device, moments = keys[0], keys[-1]
         for e in part:
             _check_grad(e)
-            _adam_state(e)
+            complete_state(e, fused=True)
             _to_device(e.state, device)
-            if id(e.group) not in hypers:
-                hypers[id(e.group)] = _hyper(e.group)
         batch = Batch(
             containers=[_container(e.param, device) for e in part],
             masters=[e.state["master"] for e in part],
             segments=[_segments(e) for e in part],
-            steps=[e.state["step"] for e in part],
+            steps=[e.state[step_key(e, fused=True)] for e in part],
             seed=context.seed,
             epoch=context.epoch,
             grads=[e.param.grad.detach().contiguous() for e in part if e.param.grad is not None],
-            exp_avgs=[e.state["exp_avg"] for e in part],
-            exp_avg_sqs=[e.state["exp_avg_sq"] for e in part],
-            max_exp_avg_sqs=[e.state["max_exp_avg_sq"] for e in part] if amsgrad else [],
-            hypers=[hypers[id(e.group)] for e in part],
             grad_scale=_scalar_on(grad_scale, device),
             found_inf=_scalar_on(found_inf, device),
             cache=context.caches.setdefault(keys, {}),
             shared=context.caches.setdefault(device, {}),
         )
+        for name in moments:
+            setattr(batch, f"{name}s", [e.state[name] for e in part])
+        if "momentum_buffer" in moments:
+            batch.updates = [torch.empty_like(m, dtype=torch.bfloat16) for m in batch.masters]
+            batch.muon_hypers = [_muon_hyper(e.group, e.param.shape) for e in part]
+        else:
+            hypers = {id(e.group): _adam_hyper(e.group) for e in part}
+            batch.hypers = [hypers[id(e.group)] for e in part]
         works.append(Work(batch, part, context.backend_for(device)))
     return works
 
@@ -150,7 +173,7 @@ def _grouped(
     yield from groups.items()
 
 
-def _hyper(group: dict[str, Any]) -> AdamHyper:
+def _adam_hyper(group: dict[str, Any]) -> AdamHyper:
     beta1, beta2 = group["betas"]
     return AdamHyper(
         lr=group["lr"],
@@ -160,6 +183,16 @@ def _hyper(group: dict[str, Any]) -> AdamHyper:
         weight_decay=group["weight_decay"],
         decoupled=group["algorithm"] == "adamw",
         maximize=group["maximize"],
+    )
+
+
+def _muon_hyper(group: dict[str, Any], shape: torch.Size) -> MuonHyper:
+    return MuonHyper(
+        lr=group["lr"],
+        momentum=group["momentum"],
+        nesterov=group["nesterov"],
+        weight_decay=group["weight_decay"],
+        lr_ratio=lr_ratio(group["adjust_lr_fn"], shape),
     )
 
 
@@ -175,9 +208,9 @@ def _container(param: Tensor, device: torch.device, empty: bool = False) -> Tens
 
 def _to_device(state: dict[str, Any], device: torch.device) -> None:
     """Bring state back that was moved elsewhere (verl offloads it between phases)."""
-    for key in ("master", "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-        if key in state and state[key].device != device:
-            state[key] = state[key].to(device, non_blocking=True)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and key != "param_id" and value.device != device:
+            state[key] = value.to(device, non_blocking=True)
 
 
 def _scalar_on(value: Tensor | None, device: torch.device) -> Tensor | None:

@@ -47,7 +47,8 @@ def to_torch_state_dict(opt: "FairCastOptimizer") -> StateDict:
     state = {}
     for key, entry in saved["state"].items():
         own = {n: v for n, v in entry.items() if n not in STATE_KEYS}
-        if own and not (opt.fused and "step" in own and own["step"].item() == 0):
+        steps = entry.get("step", entry.get("dither_step")) if opt.fused else None
+        if own and (steps is None or steps.item() != 0):
             state[key] = own
     groups = [{k: v for k, v in g.items() if k not in GROUP_KEYS} for g in saved["param_groups"]]
     return {"state": state, "param_groups": groups}
@@ -85,8 +86,7 @@ def rewrite(opt: "FairCastOptimizer", entries: list[Managed]) -> tuple[int, int]
             continue
         old = entry.param.detach().clone()
         for work in state_work(opt.context(), [entry]):
-            work.backend.round_(work.batch)
-            work.write_back()
+            work.round()
         as_int = torch.int16 if old.dtype == torch.bfloat16 else torch.int32
         now = entry.param.detach()
         changed.append((old.contiguous().view(as_int) != now.contiguous().view(as_int)).sum())

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from fc_optim.checkpoint import DITHERS
 from fc_optim.kernels.backends import BACKENDS
+from fc_optim.muon import lr_ratio
 
 OPTIONS = ("seed", "dither", "masters", "backend", "fp32_grads")
 _classes: dict[Any, type] = {}
@@ -72,20 +73,52 @@ def unpack(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
     """The inner optimizer back from `pack`."""
     base = object.__new__(cls)
     base.__dict__.update(attributes)
-    base.__setstate__({})
+    Optimizer.__setstate__(base, {})  # its hooks; AdamW's own would look for `step` in all state
     base.step = taken_over  # type: ignore[method-assign]
     return base
 
 
-def algorithm(base: type[Optimizer], fused: bool, group: dict[str, Any]) -> str:
-    """The group key `algorithm`: which update a group gets, by default the base's own."""
-    decoupled = group.get("decoupled_weight_decay", issubclass(base, torch.optim.AdamW))
-    own = ("adamw" if decoupled else "adam") if fused else base.__name__.lower()
-    value = group.get("algorithm", own)
-    allowed = ("adam", "adamw") if fused else (own,)
-    if value not in allowed:
-        raise ValueError(f"algorithm: {value!r} is none of {allowed} for {base.__name__}.")
-    return value
+def set_algorithm(group: dict[str, Any], base: type[Optimizer], fused: bool) -> None:
+    """Complete the group key `algorithm`, and the hyper-parameters that the base does not have.
+
+    Raises ValueError for an algorithm that cannot be, or that cannot serve the group.
+    """
+    decoupled = group.get("decoupled_weight_decay", base is torch.optim.AdamW)
+    own = base.__name__.lower()
+    if fused and own != "muon":
+        own = "adamw" if decoupled else "adam"
+    algorithm = group.setdefault("algorithm", own)
+    allowed = tuple(_ALGORITHMS) if fused else (own,)
+    if algorithm not in allowed:
+        raise ValueError(f"algorithm: {algorithm!r} is none of {allowed} for {base.__name__}.")
+    if not fused:
+        return
+    if group["served_dtype"] is None and algorithm != own:
+        raise ValueError(
+            f"algorithm: {algorithm!r} in a group with served_dtype=None, which {base.__name__} "
+            "itself steps; leave it out there."
+        )
+    for name, parameter in inspect.signature(_ALGORITHMS[algorithm]).parameters.items():
+        if parameter.default is not inspect.Parameter.empty:
+            group.setdefault(name, parameter.default)
+    if algorithm == "muon":
+        _check_muon(group)
+
+
+_ALGORITHMS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": torch.optim.Muon}
+
+
+def _check_muon(group: dict[str, Any]) -> None:
+    if group.get("maximize") or group.get("amsgrad"):
+        raise ValueError("maximize, amsgrad: Muon has neither; set them in Adam groups only.")
+    lr_ratio(group["adjust_lr_fn"], torch.Size((1, 1)))
+    for i, p in enumerate(group["params"]):
+        if p.requires_grad and p.ndim != 2:
+            name = group.get("param_names", {i: f"number {i} of its group"})[i]
+            raise ValueError(
+                f"params: {name!r} has shape {tuple(p.shape)}, but Muon takes matrices only; "
+                "fc_optim.muon_param_groups(model) sorts parameters."
+            )
 
 
 def served_dtype(value: Any) -> str | None:

@@ -110,7 +110,7 @@ def _moved(entry: Managed) -> bool:
 
 
 def _differing(work: Work) -> int:
-    work.backend.round_(work.batch)
+    work.backend.round_(work.batch)  # into scratch, not into the parameter
     shadow, param = work.batch.containers[0], work.entries[0].param.detach()
     as_int = torch.int16 if shadow.dtype == torch.bfloat16 else torch.int32
     same = param.to(shadow.device).contiguous().view(as_int) == shadow.view(as_int)

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from fc_optim import checkpoint, construct, foreign, serving
 from fc_optim.batches import (
     Context,
-    adam_work,
     complete_state,
     new_master,
     state_work,
+    update_work,
 )
 from fc_optim.kernels.backends import backend_for
 from fc_optim.registry import Managed, Registry, check_dtype
@@ -26,7 +26,7 @@ _TRANSIENT = (
     *("_foreign", "_caches", "_base_step", "model", "_busy"),
     *("step", "grad_scale", "found_inf"),
 )
-_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
 
 
 class FairCastOptimizer(Optimizer):
@@ -41,8 +41,9 @@ class FairCastOptimizer(Optimizer):
     After `publish()` and after every `step()` each managed parameter *is* the served copy: it lies
     on the bf16 grid and is the rounded image of the fp32 master in the optimizer's state. Managed
     are the trainable parameters (bfloat16, or float32 which then holds bf16 values) of all groups
-    without `served_dtype=None`. `torch.optim.Adam` and `AdamW` run fused; any other torch
-    optimizer runs its own step on the masters.
+    without `served_dtype=None`. `torch.optim.Adam`, `AdamW` and `Muon` run fused, and a group's
+    `algorithm` ("adam", "adamw" or "muon") mixes them; any other torch optimizer runs its own step
+    on the masters.
 
     Source: Gao and Gao, "Fair Cast"; arithmetic as in `torch.optim`.
 
@@ -126,15 +127,14 @@ class FairCastOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        works = adam_work(
+        works = update_work(
             self.context(),
             self.managed(),
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
         for work in works:
-            work.backend.adam_(work.batch)
-            work.write_back()
+            work.step()
         excluded = [g for g in self.param_groups if g["served_dtype"] is None and g["params"]]
         if excluded and not self._skipped():
             scale = getattr(self, "grad_scale", None)
@@ -302,7 +302,7 @@ class FairCastOptimizer(Optimizer):
         return Context(
             seed=self.seed,
             epoch={"fresh": None, "sync": self._epoch, "held": 0}[self.dither],
-            step_key="step" if self.fused else "dither_step",
+            fused=self.fused,
             backend_for=functools.partial(backend_for, self.backend),
             caches=self._caches,
         )
@@ -310,7 +310,7 @@ class FairCastOptimizer(Optimizer):
     def _admit(self, group: dict[str, Any]) -> None:
         """Check a new group, complete its keys, and give its parameters their identities."""
         group["served_dtype"] = construct.served_dtype(group.get("served_dtype", torch.bfloat16))
-        group["algorithm"] = construct.algorithm(type(self._base), self.fused, group)
+        construct.set_algorithm(group, type(self._base), self.fused)
         if group.get("differentiable"):
             raise ValueError("differentiable: True is not supported; masters are no graph nodes.")
         self._registry.admit(group)
@@ -345,8 +345,7 @@ class FairCastOptimizer(Optimizer):
     @torch.no_grad()
     def _round(self, entries: list[Managed]) -> None:
         for work in state_work(self.context(), entries):
-            work.backend.round_(work.batch)
-            work.write_back()
+            work.round()
         foreign.record(entries)
 
     # -- state ---------------------------------------------------------------------------------

@@ -137,5 +137,4 @@ def _publish(context: Context, entries: Iterable[Managed]) -> None:
         bits = e.state["master"].view(torch.int32)
         bits.copy_(canonical_bits(bits))
     for work in state_work(context, entries):
-        work.backend.round_(work.batch)
-        work.write_back()
+        work.round()

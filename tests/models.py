@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import fc_optim
+from fc_optim.batches import step_key
 
 
 def tiny(dtype=torch.float32, seed=0) -> nn.Sequential:
@@ -61,7 +62,7 @@ def assert_equal_states(a, b):
 def assert_invariant(opt):
     """Every managed parameter is the rounded image of its master."""
     for e in opt.managed():
-        t = {"fresh": int(e.state["step" if opt.fused else "dither_step"]), "held": 0}[opt.dither]
+        t = {"fresh": int(e.state[step_key(e, opt.fused)]), "held": 0}[opt.dither]
         want = fc_optim.stochastic_round(
             e.state["master"], seed=opt.seed, param_id=e.slot.param_id, t=t
         )

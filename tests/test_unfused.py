@@ -5,7 +5,7 @@ import torch
 from models import assert_invariant, backward, bits, tiny, train
 from torch import nn
 
-from fc_optim import FairCastMuon, FairCastOptimizer
+from fc_optim import FairCastOptimizer
 
 
 class Lion(torch.optim.Optimizer):
@@ -71,22 +71,6 @@ def test_masters_are_what_the_base_alone_makes_of_the_same_gradients(name, dtype
         torch.testing.assert_close(own, dict(theirs.state[q]), rtol=0, atol=0)
     if base is Lion:
         assert opt.param_groups[0]["calls"] == 6
-
-
-def test_muon_runs_on_masters():
-    g = torch.Generator().manual_seed(0)
-    start = torch.randn(16, 12, generator=g).bfloat16()
-    p, q = nn.Parameter(start.clone()), nn.Parameter(start.float())
-    opt, theirs = FairCastMuon([("w", p)], lr=1e-2), torch.optim.Muon([q], lr=1e-2)
-    for _ in range(4):
-        p.grad = torch.randn(16, 12, generator=g).bfloat16()
-        q.grad = p.grad.float()
-        opt.step()
-        theirs.step()
-    assert torch.equal(opt.state[p]["master"], q)
-    assert_invariant(opt)
-    with pytest.raises(ValueError, match="2D"):
-        FairCastMuon([nn.Parameter(torch.ones(3))])
 
 
 def test_lbfgs_evaluates_its_closure_on_served_weights():

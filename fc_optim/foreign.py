@@ -53,7 +53,8 @@ class ForeignWrites:
         for work in state_work(context, entries):
             moved = [i for i, e in enumerate(work.entries) if everything or _moved(e)]
             flags = work.backend.flag_foreign(work.batch)
-            flags[moved] = 1
+            if moved:
+                flags[moved] = 1
             on_cpu = flags.device.type == "cpu"
             if on_cpu and not flags.any():
                 continue
@@ -61,7 +62,7 @@ class ForeignWrites:
             names = [e.slot.name for e in work.entries]
             if on_cpu or moved:
                 adopted += _changed(counts, names)
-            else:
+            elif not (counts.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._pending.append(_read_later(counts, names))
         if warn:
             _warn(adopted)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fc_optim.kernels.batch import AdamHyper, Batch, Segment
+from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper, Segment
 
 QUIET_NAN = 0x7FC00000
 SPECIALS = [  # fp32 patterns
@@ -112,6 +112,42 @@ def make_batch(
     )
 
 
+MUON_OPTIONS: list[dict[str, Any]] = [  # keyword arguments of make_muon_batch
+    {},
+    {"grad": torch.bfloat16, "momentum": 0.25, "tensor_lr": True},
+    {"container": torch.float32, "momentum": 0.5, "grad_scale": 1024.0, "epoch": 7},
+    {"container": torch.float32, "grad": torch.bfloat16, "nesterov": False, "weight_decay": 0.0},
+]
+
+
+def make_muon_batch(
+    sizes: Sequence[int],
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    lr: float = 1e-3,
+    tensor_lr: bool = False,
+    weight_decay: float = 0.1,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Batch:
+    """As `make_batch`, for Muon: every kind of its tensors is there, and random."""
+    batch = make_batch(sizes, device=device, **options)
+    rate = torch.tensor(lr, device=device) if tensor_lr else lr
+    hyper = MuonHyper(rate, momentum, nesterov, weight_decay, lr_ratio=0.7)
+    hypers = [hyper, replace(hyper, weight_decay=weight_decay / 3, lr_ratio=1.3)]
+    return replace(
+        batch,
+        exp_avgs=[],
+        exp_avg_sqs=[],
+        max_exp_avg_sqs=[],
+        hypers=[],
+        momentum_buffers=batch.exp_avgs,
+        updates=[x.bfloat16() for x in batch.exp_avg_sqs],
+        muon_hypers=[hypers[i % 2] for i in range(len(sizes))],
+    )
+
+
 def refresh_grads(batches: Sequence[Batch], generator_seed: int) -> None:
     """Give all batches (copies of one another) the same new gradients, in place."""
     generator = torch.Generator().manual_seed(generator_seed)
@@ -125,7 +161,8 @@ def sow_specials(batch: Batch, *, generator_seed: int = 0) -> Batch:
     """Overwrite a quarter of the masters, moments and gradients with special patterns, in place."""
     generator = torch.Generator().manual_seed(generator_seed)
     patterns = torch.tensor(SPECIALS, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    lists = (batch.masters, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.max_exp_avg_sqs)
+    lists = [batch.masters, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.max_exp_avg_sqs]
+    lists += [batch.momentum_buffers, batch.updates]
     for x in [x for tensors in lists for x in tensors]:
         drawn = patterns[torch.randint(len(patterns), x.shape, generator=generator)]
         hit = torch.rand(x.shape, generator=generator) < 0.25
@@ -143,15 +180,16 @@ def clone_batch(batch: Batch, device: torch.device | str | None = None) -> Batch
             return x.clone() if device is None else x.to(device, copy=True)
         return x
 
-    tensors = ("containers", "masters", "steps", "grads", "exp_avgs", "exp_avg_sqs")
-    lists: dict[str, Any] = {
-        k: [copy(x) for x in getattr(batch, k)] for k in (*tensors, "max_exp_avg_sqs")
-    }
+    tensors = ["containers", "masters", "steps", "grads", "exp_avgs", "exp_avg_sqs"]
+    tensors += ["max_exp_avg_sqs", "momentum_buffers", "updates"]
+    lists: dict[str, Any] = {k: [copy(x) for x in getattr(batch, k)] for k in tensors}
     copies = {id(h): replace(h, lr=copy(h.lr)) for h in batch.hypers}
+    muon_copies = {id(h): replace(h, lr=copy(h.lr)) for h in batch.muon_hypers}
     return replace(
         batch,
         **lists,
         hypers=[copies[id(h)] for h in batch.hypers],
+        muon_hypers=[muon_copies[id(h)] for h in batch.muon_hypers],
         grad_scale=copy(batch.grad_scale),
         found_inf=copy(batch.found_inf),
         cache={},
@@ -167,16 +205,17 @@ def bits_of(x: Tensor) -> Tensor:
 def assert_same_bits(a: Batch, b: Batch, *, nan_sign: bool = False) -> None:
     """Equal bits in all that kernels write.
 
-    NaN moments need only both be NaN. Masters and containers that are NaN with unequal bits must
-    both be canonical and, when `nan_sign`, are refused: the sign of a computed NaN is up to the
-    hardware, that of a copied one is not.
+    NaN moments and updates need only both be NaN. Masters and containers that are NaN with unequal
+    bits must both be canonical and, when `nan_sign`, are refused: the sign of a computed NaN is up
+    to the hardware, that of a copied one is not.
     """
-    for name in ("containers", "masters", "steps", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+    written = ["containers", "masters", "steps", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"]
+    for name in [*written, "momentum_buffers", "updates"]:
         for i, (x, y) in enumerate(zip(getattr(a, name), getattr(b, name), strict=True)):
             assert x.dtype == y.dtype and x.shape == y.shape
             p, q = bits_of(x).flatten(), bits_of(y).flatten()
             same = p == q
-            if name.startswith(("exp", "max_exp")):
+            if name.startswith(("exp", "max_exp", "momentum", "updates")):
                 same |= x.cpu().isnan().flatten() & y.cpu().isnan().flatten()
             elif not nan_sign:
                 wide = x.element_size() == 4

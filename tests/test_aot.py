@@ -20,15 +20,20 @@ TARGETS = (80, 90, 100)
 PER_THREAD = 8  # elements
 ADAM = {"AMSGRAD": False, "HAS_L2": False, "STRIDED": False}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("_adam_kernel", {"C": "int16", "G": "float32", **ADAM}),
+    "adamw": ("_adam_kernel", {"C": "int16", "G": "int32", **ADAM}),
     "adamw, bf16 grads": ("_adam_kernel", {"C": "int16", "G": "int16", **ADAM}),
     "adam, amsgrad, grid": (
         "_adam_kernel",
-        {"C": "int32", "G": "float32", **ADAM, "AMSGRAD": True, "HAS_L2": True},
+        {"C": "int32", "G": "int32", **ADAM, "AMSGRAD": True, "HAS_L2": True},
     ),
-    "adamw, boxes": ("_adam_kernel", {"C": "int16", "G": "float32", **ADAM, "STRIDED": True}),
+    "adamw, boxes": ("_adam_kernel", {"C": "int16", "G": "int32", **ADAM, "STRIDED": True}),
+    "muon momentum": ("_muon_momentum_kernel", {"G": "int32"}),
+    "muon momentum, bf16 grads": ("_muon_momentum_kernel", {"G": "int16"}),
+    "muon update": ("_muon_update_kernel", {"C": "int16", "STRIDED": False}),
+    "muon update, grid": ("_muon_update_kernel", {"C": "int32", "STRIDED": False}),
     "round": ("_round_kernel", {"C": "int16", "STRIDED": False}),
-    "prepare": ("_prepare_kernel", {}),
+    "prepare adam": ("_prepare_adam_kernel", {}),
+    "prepare muon": ("_prepare_muon_kernel", {"ADVANCE": True}),
     "flag": ("_flag_kernel", {"C": "int16"}),
     "adopt": ("_adopt_kernel", {"C": "int16", "STRIDED": False}),
 }
@@ -36,6 +41,10 @@ STREAMS = {  # 128-bit loads and stores, 64-bit stores: two of each for every st
     "adamw": (8, 6, 2),
     "adamw, bf16 grads": (6, 6, 2),
     "adam, amsgrad, grid": (10, 10, 0),
+    "muon momentum": (4, 2, 2),
+    "muon momentum, bf16 grads": (2, 2, 2),
+    "muon update": (2, 2, 2),
+    "muon update, grid": (2, 4, 0),
     "round": (2, 0, 2),
 }
 POINTERS = {
@@ -57,7 +66,7 @@ def compile_all(capability: int) -> dict[str, dict[str, Any]]:
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
-    from fc_optim.kernels import gpu
+    from fc_optim.kernels import gpu, gpu_tables
 
     results = {}
     for name, (kernel_name, options) in VARIANTS.items():
@@ -70,7 +79,7 @@ def compile_all(capability: int) -> dict[str, dict[str, Any]]:
             k: "constexpr" if k in options else POINTERS.get(k, "i32") for k in kernel.arg_names
         }
         plain_adam = kernel_name == "_adam_kernel" and not options["STRIDED"]
-        registers = gpu.ADAM_REGISTERS if plain_adam else gpu.REGISTERS
+        registers = gpu.ADAM_REGISTERS if plain_adam else gpu_tables.REGISTERS
         compiled = triton.compile(
             ASTSource(kernel, signature, constants),
             target=GPUTarget("cuda", capability, 32),
@@ -101,7 +110,7 @@ def launch_all() -> dict[str, int]:
     """Launch everything up to the point where code would be loaded; count the compilations."""
     import torch
     import triton  # type: ignore[import-untyped]
-    from kernel_cases import make_batch
+    from kernel_cases import make_batch, make_muon_batch
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 
     from fc_optim.kernels import gpu
@@ -122,11 +131,15 @@ def launch_all() -> dict[str, int]:
     kernel_type.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
     for sizes in ([1], [16, 17], [3] * 300):
         for step in (0, 15):
-            batch = make_batch(sizes, step=step, lr=step, epoch=step or None, seed=step * 2**60)
+            options: dict[str, Any] = {"epoch": step or None, "seed": step * 2**60}
+            batch = make_batch(sizes, step=step, lr=step, **options)
             gpu.adam_(batch)
             gpu.round_(batch)
             gpu.flag_foreign(batch)
             gpu.adopt_(batch, torch.zeros(len(sizes) + 1, dtype=torch.int32)[1:])
+            matrices = make_muon_batch(sizes, step=step, lr=step, nesterov=step == 0, **options)
+            gpu.muon_momentum_(matrices)
+            gpu.muon_update_(matrices)
     names = {kernel for kernel, _ in VARIANTS.values()}
     return {name: len(getattr(gpu, name).device_caches[0][0]) for name in names}
 
@@ -217,7 +230,15 @@ def test_accesses_are_wide(compiled: dict[str, dict[str, Any]], name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name, whole, path", [("adamw", 150, 86), ("adamw, bf16 grads", 150, 86), ("round", 50, 36)]
+    "name, whole, path",
+    [
+        ("adamw", 150, 86),
+        ("adamw, bf16 grads", 150, 86),
+        ("muon momentum", 55, 34),
+        ("muon momentum, bf16 grads", 55, 34),
+        ("muon update", 64, 43),
+        ("round", 50, 36),
+    ],
 )
 def test_instructions_per_element(
     compiled: dict[str, dict[str, Any]], name: str, whole: float, path: float
@@ -234,16 +255,20 @@ def test_every_operation_rounds_once(compiled: dict[str, dict[str, Any]], name: 
     ptx = compiled[name]["ptx"]
     assert "fma." not in ptx and ".ftz" not in ptx and ".approx" not in ptx
     assert not re.search(r"\b(add|sub|mul)\.f(32|64)", ptx)
-    needed = {"_adam_kernel": ("div.rn.f32", "sqrt.rn.f32"), "_prepare_kernel": ("div.rn.f64",)}
+    needed = {
+        "_adam_kernel": ("div.rn.f32", "sqrt.rn.f32"),
+        "_prepare_adam_kernel": ("div.rn.f64", "sqrt.rn.f64"),
+        "_prepare_muon_kernel": ("div.rn.f64",),
+    }
     for operation in needed.get(VARIANTS[name][0], ()):
         assert operation in ptx
-    if name == "prepare":
-        assert "sqrt.rn.f64" in ptx
 
 
 def test_one_compilation_per_kernel() -> None:
     """Over steps, rates, epochs, seeds, and batches of 1, 2 and 300 tensors."""
-    assert set(run_apart("launch").values()) == {1}
+    expected = {name: 1 for name, _ in VARIANTS.values()}
+    expected["_prepare_muon_kernel"] = 2  # one for the momentum, one for the update
+    assert run_apart("launch") == expected
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
+    MUON_OPTIONS,
     OPTIONS,
     assert_same_bits,
     bits_of,
     clone_batch,
     make_batch,
+    make_muon_batch,
     option_id,
     refresh_grads,
     sow_specials,
@@ -29,6 +31,7 @@ from fc_optim.kernels.batch import Batch, Segment
 cpu = pytest.importorskip("fc_optim.kernels.cpu", reason="needs numba", exc_type=ImportError)
 
 all_options = pytest.mark.parametrize("options", OPTIONS, ids=option_id)
+all_muon_options = pytest.mark.parametrize("options", MUON_OPTIONS)
 SIZES = [0, 1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1000, 1025, 4103, 16384, 20011]
 
 
@@ -48,6 +51,17 @@ def assert_same_step(batch: Batch, *, nan_sign: bool = False) -> tuple[Batch, Ba
     reference.adam_(expected)
     cpu.adam_(actual)
     assert_same_bits(expected, actual, nan_sign=nan_sign)
+    return expected, actual
+
+
+def assert_same_muon_step(
+    expected: Batch, actual: Batch, *, nan_sign: bool = False
+) -> tuple[Batch, Batch]:
+    """Both backends' Muon kernels on equal batches, in place; Newton-Schulz is left out."""
+    for name in ("muon_momentum_", "muon_update_"):
+        getattr(reference, name)(expected)
+        getattr(cpu, name)(actual)
+        assert_same_bits(expected, actual, nan_sign=nan_sign)
     return expected, actual
 
 
@@ -88,6 +102,37 @@ def test_special_values(options: dict[str, Any]) -> None:
         assert_same_step(actual)
         for x in actual.masters:
             assert torch.equal(reference.canonical_bits(bits_of(x)), bits_of(x))
+
+
+@all_muon_options
+def test_ten_steps_of_muon(options: dict[str, Any], threads: int) -> None:
+    expected = make_muon_batch(SIZES, **options)
+    actual = clone_batch(expected)
+    for step in range(10):
+        refresh_grads([expected, actual], generator_seed=step)
+        assert_same_muon_step(expected, actual, nan_sign=True)
+
+
+@all_muon_options
+def test_muon_special_values(options: dict[str, Any]) -> None:
+    for seed in range(4):
+        batch = make_muon_batch([70, 513, 20000], generator_seed=seed, **options)
+        sow_specials(batch, generator_seed=seed)
+        both = batch, clone_batch(batch)
+        for name in ("muon_update_", "muon_momentum_", "muon_update_"):
+            getattr(reference, name)(both[0])
+            getattr(cpu, name)(both[1])
+            assert_same_bits(*both)
+
+
+def test_muon_rounds_its_update_to_nearest() -> None:
+    """All bf16 patterns, with what decides a tie, a carry and a NaN in the lower half."""
+    high = torch.arange(2**16).repeat_interleave(6) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]).repeat(2**16)
+    x = (high | low).to(torch.int32).view(torch.float32)
+    batch = make_muon_batch([x.numel()], momentum=0.0)
+    batch.grads, batch.momentum_buffers = [x], [x.clone()]
+    assert_same_muon_step(batch, clone_batch(batch))
 
 
 @pytest.mark.parametrize("container", [torch.bfloat16, torch.float32], ids=str)
@@ -162,6 +207,9 @@ def test_any_segments(data: st.DataObject) -> None:
     options = data.draw(st.sampled_from(OPTIONS))
     _, stepped = assert_same_step(make_batch(sizes, segments=segments, **options), nan_sign=True)
     assert cpu.flag_foreign(stepped).tolist() == [0] * len(sizes)
+    options = data.draw(st.sampled_from(MUON_OPTIONS))
+    muon = make_muon_batch(sizes, segments=segments, **options)
+    assert_same_muon_step(muon, clone_batch(muon), nan_sign=True)
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
@@ -170,11 +218,17 @@ def test_found_inf_leaves_all_alone(found_inf: float) -> None:
     _, actual = assert_same_step(batch)
     if found_inf:
         assert_same_bits(batch, actual)
+    muon = make_muon_batch([0, 100, 5000], grad_scale=8.0, found_inf=found_inf)
+    _, actual = assert_same_muon_step(clone_batch(muon), clone_batch(muon))
+    if found_inf:
+        assert_same_bits(muon, actual)
 
 
 def test_an_empty_batch() -> None:
     empty = make_batch([])
     cpu.adam_(empty)
+    cpu.muon_momentum_(empty)
+    cpu.muon_update_(empty)
     cpu.round_(empty)
     assert cpu.flag_foreign(empty).shape == (0,)
 
@@ -253,3 +307,9 @@ def test_strided_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         cpu.adam_(batch)
     assert batch.steps[0] == 0
+    muon = make_muon_batch([50])
+    muon.updates = [torch.zeros(100, dtype=torch.bfloat16)[::2]]
+    for kernel in (cpu.muon_momentum_, cpu.muon_update_):
+        with pytest.raises(ValueError, match="contiguous"):
+            kernel(muon)
+    assert muon.steps[0] == 0

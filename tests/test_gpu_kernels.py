@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from kernel_cases import (
     assert_same_bits,
     clone_batch,
     make_batch,
+    make_muon_batch,
     option_id,
     refresh_grads,
     sow_specials,
 )
 from torch import Tensor
 
-from fc_optim.kernels import gpu, reference
-from fc_optim.kernels.batch import AdamHyper, Batch, Segment
+from fc_optim.kernels import gpu, gpu_tables, reference
+from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper, Segment
 
 # The interpreter computes with numpy, which warns of every overflow and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -41,6 +43,12 @@ def pair(batch: Batch) -> tuple[Batch, Batch]:
 def misaligned(x: Tensor) -> Tensor:
     """A copy whose address is one element past an aligned one."""
     return torch.cat((x[:1], x))[1:]
+
+
+def segments_of(batch: Batch) -> str:
+    """The name of the one table with gradients."""
+    (name,) = (k for k in batch.cache if k.startswith("gpu segments") and "grads" in k)
+    return name
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=option_id)
@@ -100,6 +108,8 @@ def test_unaligned_tensors() -> None:
     b.containers[1] = misaligned(b.containers[1])
     run(a, b)
     assert_same_bits(a, b)
+    table = b.cache[segments_of(b)][1]
+    assert table[:, gpu_tables.ALIGNED.value].tolist() == [0, 0, 1]
     run(a, b, function="round_")
     assert_same_bits(a, b)
 
@@ -194,9 +204,9 @@ def test_one_launch_for_310_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_and_rates_change_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a launch passes by value differs between steps (`test_aot` covers the rest)."""
-    adam, prepare = Launches(gpu._adam_kernel), Launches(gpu._prepare_kernel)
+    adam, prepare = Launches(gpu._adam_kernel), Launches(gpu._prepare_adam_kernel)
     monkeypatch.setattr(gpu, "_adam_kernel", adam)
-    monkeypatch.setattr(gpu, "_prepare_kernel", prepare)
+    monkeypatch.setattr(gpu, "_prepare_adam_kernel", prepare)
     a, b = pair(make_batch([1, 17]))
     for step in range(20):
         hyper = AdamHyper(step * 1e-3, 0.9, 0.99, 1e-8, step * 0.1, True, False)
@@ -228,19 +238,163 @@ def test_captured_tables_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     """Pointers are never overwritten; what a capture makes is kept and does not enter the cache."""
     batch = clone_batch(make_batch([5, 17]), DEVICE)
     gpu.adam_(batch)
-    names = ("gpu segments 6", "gpu tensors", "gpu epoch", "gpu hypers")
-    before = [batch.cache[k][1] for k in names]
+    tables = [(batch.cache, k) for k in ("gpu tensors", "gpu hypers")]
+    tables += [(batch.shared, "gpu epoch"), (batch.cache, segments_of(batch))]
+    before = [known[name][1] for known, name in tables]
     values = [x.clone() for x in before]
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "_is_capturing", lambda device: True)
+        patch.setattr(gpu_tables, "_is_capturing", lambda device: True)
         batch.grads = [x.clone() for x in batch.grads]
         batch.hypers = [replace(h, lr=0.5) for h in batch.hypers]
         gpu.adam_(batch)
-    assert all(batch.cache[k][1] is x for k, x in zip(names, before, strict=True))
+    assert all(known[name][1] is x for (known, name), x in zip(tables, before, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(before, values, strict=True))
     (kept,) = batch.cache["gpu captured"]
-    assert any(x is before[1] for x in kept) and not any(x is before[0] for x in kept)
+    tensors, rates, epoch, segments = ([x is y for y in kept].count(True) for x in before)
+    assert tensors == epoch == 1 and rates == segments == 0  # as `lr` and the gradients are new
     batch.epoch = 9
     gpu.adam_(batch)
-    assert torch.equal(before[0], values[0]) and batch.cache["gpu segments 6"][1] is not before[0]
-    assert before[2].item() == 9 and before[3][0, 0].item() == 0.5
+    assert torch.equal(before[3], values[3]) and batch.cache[segments_of(batch)][1] is not before[3]
+    assert before[1][0, 0].item() == 0.5 and before[2].item() == 9
+
+
+def test_a_redraw_reaches_other_batches_of_the_optimizer() -> None:
+    """`round_` in a new epoch overwrites the epoch that a captured `adam_` reads."""
+    batch = clone_batch(make_batch([5], epoch=1), DEVICE)
+    gpu.adam_(batch)
+    table = batch.shared["gpu epoch"][1]
+    gpu.round_(replace(batch, epoch=2, cache={}))
+    assert table.item() == 2 and batch.shared["gpu epoch"][1] is table
+
+
+MUON_OPTIONS = [  # each pair of momentum and Nesterov with one of the pairwise sets of the rest
+    {**options, "momentum": momentum, "nesterov": nesterov}
+    for options, (momentum, nesterov) in zip(
+        OPTIONS, product((0.95, 0.3, 0.0), (True, False)), strict=True
+    )
+]
+MUON_SIZES = [0, 1, 3, 8, 9, 17, 64, 1000, 1024, 1031, 2048]
+
+
+def check_muon(a: Batch, b: Batch, *, steps: int = 1) -> None:
+    """Both kernels; the update takes the momentum's output as it is, for Newton-Schulz's."""
+    for function in ("muon_momentum_", "muon_update_") * steps:
+        run(a, b, function=function)
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("options", MUON_OPTIONS, ids=option_id)
+def test_muon_equals_the_reference(options: dict[str, Any]) -> None:
+    a, b = pair(make_muon_batch(MUON_SIZES, **options))
+    check_muon(a, b)
+    for step in range(2):
+        refresh_grads([a, b], step)
+        b.updates = [torch.empty_like(x) for x in b.updates]
+        check_muon(a, b)
+        assert b.steps[1].item() == step + 3
+
+
+@pytest.mark.parametrize("options", MUON_OPTIONS, ids=option_id)
+def test_muon_special_values(options: dict[str, Any]) -> None:
+    a, b = pair(sow_specials(make_muon_batch([9, 2500], **options)))
+    run(a, b, function="muon_update_")  # a sown update, before any that was computed
+    assert_same_bits(a, b)
+    check_muon(a, b, steps=2)
+
+
+def test_updates_round_to_nearest_even() -> None:
+    """Without an average the update is the gradient: ties, carries into Inf, subnormals, NaN."""
+    high = torch.tensor([0, 1, 0x007F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7FC0, 0x7FFF])
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = ((high[:, None] << 16) + low).flatten().to(torch.int32)
+    grad = torch.cat((bits, bits | -0x80000000)).view(torch.float32)
+    a, b = pair(make_muon_batch([grad.numel()], momentum=0.0))
+    for x in (a, b):
+        x.grads[0].copy_(grad)
+        x.momentum_buffers[0].zero_()
+    run(a, b, function="muon_momentum_")
+    assert_same_bits(a, b)
+    expected, found = grad.bfloat16(), b.updates[0].cpu()
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_a_zero_rate_keeps_the_sign_of_zero() -> None:
+    """-lr is then -0, which leaves a master of -0 alone where +0 would not."""
+    for (a, b), function in (
+        (pair(make_batch([64], lr=0.0)), "adam_"),
+        (pair(make_muon_batch([64], lr=0.0)), "muon_update_"),
+    ):
+        for x in (a, b):
+            x.masters[0].fill_(-0.0)
+            for positive in x.exp_avgs + x.grads + x.updates:
+                positive.fill_(1.0)
+        run(a, b, function=function)
+        assert_same_bits(a, b)
+        assert b.masters[0].signbit().all()
+
+
+@pytest.mark.parametrize("segments", [RUNS, BOXES], ids=["runs", "boxes"])
+@pytest.mark.parametrize("container", [torch.bfloat16, torch.float32], ids=str)
+def test_muon_segments(segments: list[Sequence[Segment]], container: torch.dtype) -> None:
+    sizes = [max(s.offset + s.numel for s in x) for x in segments]
+    check_muon(*pair(make_muon_batch(sizes, segments=segments, container=container)))
+
+
+def test_muon_on_unaligned_tensors() -> None:
+    a, b = pair(make_muon_batch([2048, 2048, 5], grad=torch.bfloat16))
+    b.grads[0], b.updates[1] = misaligned(b.grads[0]), misaligned(b.updates[1])
+    b.containers[0], b.momentum_buffers[1] = map(
+        misaligned, (b.containers[0], b.momentum_buffers[1])
+    )
+    check_muon(a, b)
+
+
+def test_found_inf_stops_muon() -> None:
+    a, b = pair(make_muon_batch([1030, 7], found_inf=1.0, grad_scale=8.0))
+    _, before = pair(a)
+    check_muon(a, b)
+    assert_same_bits(before, b)
+    for x in (a, b):
+        assert x.found_inf is not None
+        x.found_inf.zero_()
+    check_muon(a, b)
+    assert [x.item() for x in b.steps] == [1.0, 2.0]
+
+
+def test_muon_reads_a_tensor_rate_on_the_device() -> None:
+    a, b = pair(make_muon_batch([5, 17, 3], tensor_lr=True))
+    for lr in (1e-3, 0.0, 2e-3):
+        for x in (a, b):
+            for h in x.muon_hypers:
+                assert isinstance(h.lr, Tensor)
+                h.lr.fill_(lr)
+        b.muon_hypers = [replace(h) for h in b.muon_hypers]
+        check_muon(a, b)
+    assert len(b.cache["gpu hypers"][1]) == 2  # equal ones share a row, whatever the objects
+    a.muon_hypers = b.muon_hypers = [replace(h, lr=0.0) for h in a.muon_hypers]
+    check_muon(a, b)
+
+
+def test_muon_with_nothing_to_do() -> None:
+    empty = Batch([], [], [], [], seed=0, epoch=None)
+    gpu.muon_momentum_(empty)
+    gpu.muon_update_(empty)
+    check_muon(*pair(make_muon_batch([0, 0])))
+
+
+def test_muon_launches_once_and_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("_prepare_muon_kernel", "_muon_momentum_kernel", "_muon_update_kernel")
+    launches = {name: Launches(getattr(gpu, name)) for name in names}
+    for name, kernel in launches.items():
+        monkeypatch.setattr(gpu, name, kernel)
+    a, b = pair(make_muon_batch([1 + i for i in range(20)]))
+    for step in range(3):
+        hyper = MuonHyper(step * 1e-3, step * 0.4, step == 1, step * 0.1, 1.0 + step)
+        a.muon_hypers = b.muon_hypers = [replace(hyper, lr_ratio=1.0 + i) for i in range(20)]
+        a.epoch = b.epoch = step or None
+        check_muon(a, b)
+    prepare, momentum, update = (kernel.calls for kernel in launches.values())
+    assert len(prepare) == 6 and len(momentum) == len(update) == 3
+    assert momentum[0][0] == update[0][0] == (20,)
+    for calls in (prepare[::2], prepare[1::2], momentum, update):
+        assert all(call == calls[0] for call in calls)

@@ -1,0 +1,393 @@
+"""The CPU backend's loops, compiled by numba.
+
+All are in one file: numba's disk cache does not see a change in a function that is called from
+another file.
+
+Each tensor's segments are cut into blocks, which threads claim from one counter, so an uneven
+model or a core that is busy elsewhere costs little. Within a block, separate loops pass over one
+tile after another: a tile stays in the first-level cache between them, and the loops that read
+memory and the loop that only computes (Philox) alternate often enough to overlap.
+
+A kernel's first arguments are that counter, a table with one row per segment (columns below) and
+the segments' first blocks, the last entry being the number of all blocks.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic
+
+from fc_optim.kernels.batch import SAMPLES
+
+BLOCK = 1 << 14  # elements a thread claims at a time: about 15 microseconds of work
+TILE = 512  # elements: 8 KiB of four fp32 arrays, a quarter of a first-level cache
+
+# Columns of the segment table. Addresses are those of the segment's first element.
+CONTAINER, MASTER, GRAD, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, MOMENTUM_BUFFER, UPDATE = range(8)
+NUMEL, INNER, ROW_STRIDE, BASE, PARAM_ID, TENSOR, OFFSET, T, SCALARS, COLUMNS = range(8, 18)
+
+U16, U32 = np.uint64(16), np.uint64(32)
+MASK32, HIGH16 = np.uint64(0xFFFFFFFF), np.uint32(0xFFFF0000)
+SIGN, MAGNITUDE = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
+INF, QUIET_NAN, LARGEST_BF16 = np.uint32(0x7F800000), np.uint32(0x7FC00000), np.uint32(0x7F7F0000)
+LARGEST = LARGEST_BF16.view(np.float32)
+PHILOX_M0, PHILOX_M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+PHILOX_W0, PHILOX_W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+
+OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
+_jit = njit(**OPTIONS)
+_jit_inline = njit(**OPTIONS, forceinline=True)  # LLVM's own choice may leave a call in a hot loop
+
+
+# ---- Memory by address
+
+STREAMS = ["container", "master", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "words"]
+STREAMS += ["momentum_buffer", "update"]
+
+
+def _stream(name: str, dtype: Any) -> tuple[Any, Any]:
+    """`load(address, i)` and `store(address, i, value)` in one of the arrays of a launch.
+
+    Streams never overlap. LLVM is told so (docs: "noalias and alias.scope metadata"): it would
+    else check at run time before each loop, and not vectorise a loop over five arrays at all.
+    """
+
+    def access(context: Any, builder: Any, address: Any, i: Any, value: Any = None) -> Any:
+        pointer = builder.inttoptr(address, context.get_value_type(dtype).as_pointer())
+        pointer = builder.gep(pointer, [i], inbounds=True)
+        made = builder.load(pointer) if value is None else builder.store(value, pointer)
+        made.align = dtype.bitwidth // 8
+        add, string = builder.module.add_metadata, ir.MetaDataString
+        domain = add([string(builder.module, __name__)])
+        scopes = {s: add([string(builder.module, f"{__name__}.{s}"), domain]) for s in STREAMS}
+        made.set_metadata("alias.scope", add([scopes.pop(name)]))
+        made.set_metadata("noalias", add(list(scopes.values())))
+        return made
+
+    @intrinsic
+    def load(typingctx: Any, address: Any, i: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return access(context, builder, *args)
+
+        return dtype(types.int64, types.int64), codegen
+
+    @intrinsic
+    def store(typingctx: Any, address: Any, i: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> None:
+            access(context, builder, *args)
+
+        return types.void(types.int64, types.int64, dtype), codegen
+
+    return load, store
+
+
+_container16, _put_container16 = _stream("container", types.uint16)
+_container32, _put_container32 = _stream("container", types.uint32)
+_master, _put_master = _stream("master", types.float32)
+_bits, _put_bits = _stream("master", types.uint32)
+_grad, _ = _stream("grad", types.float32)
+_grad16, _ = _stream("grad", types.uint16)
+_exp_avg, _put_exp_avg = _stream("exp_avg", types.float32)
+_exp_avg_sq, _put_exp_avg_sq = _stream("exp_avg_sq", types.float32)
+_maximum, _put_maximum = _stream("max_exp_avg_sq", types.float32)
+_buffer, _put_buffer = _stream("momentum_buffer", types.float32)
+_orthogonal, _put_update = _stream("update", types.uint16)
+_word, _ = _stream("words", types.uint16)
+_, _put_words = _stream("words", types.uint64)
+
+
+@intrinsic
+def _claim(typingctx: Any, counter: Any) -> Any:
+    """Atomically add 1 to the int64 at an address; its old value."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.int64), codegen
+
+
+# ---- Rounding
+
+
+@_jit_inline
+def _philox(g, param_id, t, key0, key1):
+    """The words of group g as two little-endian uint64: lanes 0 to 3 and 4 to 7.
+
+    Words live in uint64 whose upper halves are garbage: a 32 x 32 -> 64 bit vector multiply
+    (vpmuludq) reads lower halves only, so that masking here costs nothing.
+    """
+    c0, c1, c2, c3 = g, g >> U32, param_id, t
+    for _ in range(10):
+        p0, p1 = (c0 & MASK32) * PHILOX_M0, (c2 & MASK32) * PHILOX_M1
+        c0, c1, c2, c3 = (p1 >> U32) ^ c1 ^ key0, p1, (p0 >> U32) ^ c3 ^ key1, p0
+        key0, key1 = (key0 + PHILOX_W0) & MASK32, (key1 + PHILOX_W1) & MASK32
+    return (c0 & MASK32) | (c1 << U32), (c2 & MASK32) | (c3 << U32)
+
+
+@_jit
+def _fill(words, row, e, n, key0, key1):
+    """Write the words of n elements from flat index e on, from lane 0 of e's group on."""
+    param_id, t = np.uint64(row[PARAM_ID]), np.uint64(row[T])
+    for i in range((e + n + 7 >> 3) - (e >> 3)):
+        low, high = _philox(np.uint64((e >> 3) + i), param_id, t, key0, key1)
+        _put_words(words, 2 * i, low)
+        _put_words(words, 2 * i + 1, high)
+
+
+@_jit_inline
+def _canonical(bits):
+    magnitude = bits & MAGNITUDE
+    if magnitude > INF:
+        return (bits & SIGN) | QUIET_NAN
+    if LARGEST_BF16 < magnitude < INF:
+        return (bits & SIGN) | LARGEST_BF16
+    return bits
+
+
+@_jit_inline
+def _widen(bits16):
+    return np.uint32(np.uint64(bits16) << U16).view(np.float32)
+
+
+@_jit_inline
+def _nearest(x):
+    """The bf16 pattern nearest to x, ties to even."""
+    bits = np.float32(x).view(np.uint32)
+    if bits & MAGNITUDE > INF:
+        return np.uint16((bits | QUIET_NAN) >> U16)
+    return np.uint16(bits + np.uint64(0x7FFF) + (bits >> U16 & np.uint64(1)) >> U16)
+
+
+@_jit
+def _make_canonical(w, n):
+    for i in range(n):
+        _put_bits(w, i, _canonical(_bits(w, i)))
+
+
+@_jit
+def _round_run(container, bits, words, n, narrow, canonical):
+    """Add and truncate; only `canonical` patterns cannot carry out of a special value."""
+    if narrow:
+        for i in range(n):
+            x = _bits(bits, i) if canonical else _canonical(_bits(bits, i))
+            _put_container16(container, i, np.uint16(x + _word(words, i) >> U16))
+    else:
+        for i in range(n):
+            x = _bits(bits, i) if canonical else _canonical(_bits(bits, i))
+            _put_container32(container, i, np.uint32(x + _word(words, i) & HIGH16))
+
+
+@_jit
+def _round_tile(row, start, n, words, key0, key1, narrow, canonical):
+    """Round n masters of a segment, from element `start` on, run by run."""
+    done = 0
+    while done < n:
+        at = start + done
+        r = at // row[INNER] if row[INNER] < row[NUMEL] else 0
+        c = at - r * row[INNER]
+        run = min(row[INNER] - c, n - done)
+        e = row[BASE] + r * row[ROW_STRIDE] + c
+        _fill(words, row, e, run, key0, key1)
+        container = row[CONTAINER] + (2 * at if narrow else 4 * at)
+        first_word = words + 2 * (e & 7)
+        _round_run(container, row[MASTER] + 4 * at, first_word, run, narrow, canonical)
+        done += run
+
+
+@_jit
+def _next_block(counter, table, firsts):
+    """Claim a block: its segment, start and stop; start is -1 when there is none left."""
+    b = _claim(counter.ctypes.data)
+    if b >= firsts[-1]:
+        return 0, -1, -1
+    s = np.searchsorted(firsts, b, side="right") - 1
+    start = (b - firsts[s]) * BLOCK
+    return s, start, min(start + BLOCK, table[s, NUMEL])
+
+
+@_jit
+def round_kernel(counter, table, firsts, key0, key1, narrow):
+    words = np.empty(TILE // 4 + 2, np.uint64)
+    while True:
+        s, start, stop = _next_block(counter, table, firsts)
+        if start < 0:
+            return words[0]  # keeps the buffer alive
+        for at in range(start, stop, TILE):
+            n = min(TILE, stop - at)
+            _round_tile(table[s], at, n, words.ctypes.data, key0, key1, narrow, False)
+
+
+# ---- Foreign writes
+
+
+@_jit
+def _is_foreign(row, at, found, masters, key0, key1, narrow):
+    """Compare the elements at positions `at` with their shadows; two arrays of scratch.
+
+    The loads come first, in a loop with nothing else in it, so that many misses are under way at
+    once; Philox then runs vectorised.
+    """
+    for k in range(at.size):
+        masters[k] = _bits(row[MASTER], at[k])
+        if narrow:
+            found[k] = np.uint32(np.uint64(_container16(row[CONTAINER], at[k])) << U16)
+        else:
+            found[k] = _container32(row[CONTAINER], at[k])
+    contiguous = row[INNER] == row[NUMEL]
+    param_id, t, foreign = np.uint64(row[PARAM_ID]), np.uint64(row[T]), False
+    for k in range(at.size):
+        e = row[BASE] + at[k]
+        if not contiguous:
+            e += at[k] // row[INNER] * (row[ROW_STRIDE] - row[INNER])
+        low, high = _philox(np.uint64(e >> 3), param_id, t, key0, key1)
+        word = (low if e & 4 == 0 else high) >> np.uint64(16 * (e & 3)) & np.uint64(0xFFFF)
+        foreign |= np.uint32(_canonical(masters[k]) + word & HIGH16) != _canonical(found[k])
+    return foreign
+
+
+@_jit
+def flag_kernel(counter, table, positions, ends, flags, key0, key1, narrow):
+    found, masters = np.empty(SAMPLES, np.uint32), np.empty(SAMPLES, np.uint32)
+    while True:
+        s = _claim(counter.ctypes.data)
+        if s >= len(table):
+            return
+        at = positions[ends[s] - min(table[s, NUMEL], SAMPLES) : ends[s]]
+        if _is_foreign(table[s], at, found, masters, key0, key1, narrow):
+            flags[table[s, TENSOR]] = 1
+
+
+# ---- Adam
+
+
+@_jit_inline
+def _gradient(g, grad16, i):
+    if grad16 is not None:
+        return _widen(_grad16(g, i))
+    return _grad(g, i)
+
+
+@_jit
+def _adam_run(w, m, v, g, grad16, maximum, n, x):
+    """Moments and masters of n elements; whether all masters are within bf16.
+
+    `maximum` is None without amsgrad, `grad16` is None for fp32 gradients: what is None is known
+    from its type, so each case is compiled on its own.
+    """
+    factor, decay, l2, lerp, from_grad = x[0], x[1], x[2], x[3], x[4] != 0
+    beta2, one_minus_beta2, neg_step_size, correction, eps = x[5], x[6], x[7], x[8], x[9]
+    has_l2, fine = l2 != 0, True
+    for i in range(n):
+        wi, mi, gi = _master(w, i), _exp_avg(m, i), _gradient(g, grad16, i) * factor
+        gi = gi + wi * l2 if has_l2 else gi
+        mi = (gi if from_grad else mi) + (gi - mi) * lerp
+        vi = _exp_avg_sq(v, i) * beta2 + gi * one_minus_beta2 * gi
+        _put_exp_avg(m, i, mi)
+        _put_exp_avg_sq(v, i, vi)
+        if maximum is not None:
+            old = _maximum(maximum, i)
+            vi = old if old >= vi or old != old else vi  # NaN wins, as in torch.maximum
+            _put_maximum(maximum, i, vi)
+        wi = wi * decay + mi * neg_step_size / (np.sqrt(vi) / correction + eps)
+        _put_master(w, i, wi)
+        fine &= abs(wi) <= LARGEST
+    return fine
+
+
+@_jit
+def _adam_tile(row, start, n, g, grad16, x):
+    at = 4 * start
+    w, m, v = row[MASTER] + at, row[EXP_AVG] + at, row[EXP_AVG_SQ] + at
+    if row[MAX_EXP_AVG_SQ]:
+        fine = _adam_run(w, m, v, g, grad16, row[MAX_EXP_AVG_SQ] + at, n, x)
+    else:
+        fine = _adam_run(w, m, v, g, grad16, None, n, x)
+    if not fine:
+        _make_canonical(w, n)
+
+
+@_jit
+def adam_kernel(counter, table, firsts, scalars, grad16, key0, key1, narrow):
+    words = np.empty(TILE // 4 + 2, np.uint64)
+    while True:
+        s, start, stop = _next_block(counter, table, firsts)
+        if start < 0:
+            return words[0]  # keeps the buffer alive
+        row, x = table[s], scalars[table[s, SCALARS]]
+        for at in range(start, stop, TILE):
+            n = min(TILE, stop - at)
+            if grad16:
+                _adam_tile(row, at, n, row[GRAD] + 2 * at, True, x)
+            else:
+                _adam_tile(row, at, n, row[GRAD] + 4 * at, None, x)
+            _round_tile(row, at, n, words.ctypes.data, key0, key1, narrow, True)
+
+
+# ---- Muon
+
+
+@_jit
+def _momentum_run(m, g, grad16, u, n, x):
+    factor, lerp, from_grad, blend, from_buffer = x[0], x[1], x[2] != 0, x[3], x[4] != 0
+    for i in range(n):
+        mi, gi = _buffer(m, i), _gradient(g, grad16, i) * factor
+        mi = (gi if from_grad else mi) + (gi - mi) * lerp
+        _put_buffer(m, i, mi)
+        _put_update(u, i, _nearest((mi if from_buffer else gi) + (mi - gi) * blend))
+
+
+@_jit
+def momentum_kernel(counter, table, firsts, scalars, grad16):
+    while True:
+        s, start, stop = _next_block(counter, table, firsts)
+        if start < 0:
+            return
+        row, n, x = table[s], stop - start, scalars[table[s, SCALARS]]
+        m, u = row[MOMENTUM_BUFFER] + 4 * start, row[UPDATE] + 2 * start
+        if grad16:
+            _momentum_run(m, row[GRAD] + 2 * start, True, u, n, x)
+        else:
+            _momentum_run(m, row[GRAD] + 4 * start, None, u, n, x)
+
+
+@_jit
+def _update_run(w, u, n, x):
+    """Masters of n elements; whether all are within bf16."""
+    decay, neg_lr, fine = x[5], x[6], True
+    for i in range(n):
+        wi = _master(w, i) * decay + _widen(_orthogonal(u, i)) * neg_lr
+        _put_master(w, i, wi)
+        fine &= abs(wi) <= LARGEST
+    return fine
+
+
+@_jit
+def update_kernel(counter, table, firsts, scalars, key0, key1, narrow):
+    words = np.empty(TILE // 4 + 2, np.uint64)
+    while True:
+        s, start, stop = _next_block(counter, table, firsts)
+        if start < 0:
+            return words[0]  # keeps the buffer alive
+        row, x = table[s], scalars[table[s, SCALARS]]
+        for at in range(start, stop, TILE):
+            n, w = min(TILE, stop - at), row[MASTER] + 4 * at
+            if not _update_run(w, row[UPDATE] + 2 * at, n, x):
+                _make_canonical(w, n)
+            _round_tile(row, at, n, words.ctypes.data, key0, key1, narrow, True)
+
+
+# ---- Step counts
+
+
+@_jit
+def read_steps(addresses, increment):
+    values = np.empty(addresses.size, np.float32)
+    for i in range(addresses.size):
+        values[i] = _master(addresses[i], 0)
+        if increment:
+            values[i] += np.float32(1)
+            _put_master(addresses[i], 0, values[i])
+    return values

@@ -22,7 +22,7 @@ def worker(rank: int, init: str, dtype: torch.dtype, results: str) -> None:
         loss_of(model, 2 * i + rank).backward()
         opt.step()
     assert_invariant(opt)
-    grads = [p.grad.clone() for p in model.parameters()]
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     torch.save((opt.served_digest(), grads), f"{results}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -267,7 +267,7 @@ def test_a_redraw_reaches_other_batches_of_the_optimizer() -> None:
     assert table.item() == 2 and batch.shared["gpu epoch"][1] is table
 
 
-MUON_OPTIONS = [  # each pair of momentum and Nesterov with one of the pairwise sets of the rest
+MUON_CASES = [  # each pair of momentum and Nesterov with one of the pairwise sets of the rest
     {**options, "momentum": momentum, "nesterov": nesterov}
     for options, (momentum, nesterov) in zip(
         OPTIONS, product((0.95, 0.3, 0.0), (True, False)), strict=True
@@ -283,7 +283,7 @@ def check_muon(a: Batch, b: Batch, *, steps: int = 1) -> None:
         assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("options", MUON_OPTIONS, ids=option_id)
+@pytest.mark.parametrize("options", MUON_CASES, ids=option_id)
 def test_muon_equals_the_reference(options: dict[str, Any]) -> None:
     a, b = pair(make_muon_batch(MUON_SIZES, **options))
     check_muon(a, b)
@@ -294,7 +294,7 @@ def test_muon_equals_the_reference(options: dict[str, Any]) -> None:
         assert b.steps[1].item() == step + 3
 
 
-@pytest.mark.parametrize("options", MUON_OPTIONS, ids=option_id)
+@pytest.mark.parametrize("options", MUON_CASES, ids=option_id)
 def test_muon_special_values(options: dict[str, Any]) -> None:
     a, b = pair(sow_specials(make_muon_batch([9, 2500], **options)))
     run(a, b, function="muon_update_")  # a sown update, before any that was computed
@@ -362,15 +362,14 @@ def test_found_inf_stops_muon() -> None:
 
 
 def test_muon_reads_a_tensor_rate_on_the_device() -> None:
-    a, b = pair(make_muon_batch([5, 17, 3], tensor_lr=True))
+    a, b = pair(make_muon_batch([5, 17, 3, 2, 9, 4]))
     for lr in (1e-3, 0.0, 2e-3):
         for x in (a, b):
-            for h in x.muon_hypers:
-                assert isinstance(h.lr, Tensor)
-                h.lr.fill_(lr)
-        b.muon_hypers = [replace(h) for h in b.muon_hypers]
+            rates = [torch.tensor(y, device=x.masters[0].device) for y in (lr, lr / 2)]
+            hypers = enumerate(x.muon_hypers)
+            x.muon_hypers = [replace(h, lr=rates[i // 2 % 2]) for i, h in hypers]
         check_muon(a, b)
-    assert len(b.cache["gpu hypers"][1]) == 2  # equal ones share a row, whatever the objects
+    assert len(b.cache["gpu hypers"][1]) == 4  # equal ones share a row, whatever the objects
     a.muon_hypers = b.muon_hypers = [replace(h, lr=0.0) for h in a.muon_hypers]
     check_muon(a, b)
 

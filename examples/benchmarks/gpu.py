@@ -254,7 +254,11 @@ def copy_bandwidth() -> float:
     """GB/s of a device copy, read and write counted."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times, _ = paired(lambda: target.copy_(source), lambda: None, 20)
+
+    def step() -> None:
+        target.copy_(source)
+
+    times, _ = paired(step, lambda: None, 20)
     return 2 * source.numel() / statistics.median(times) / 1e6
 
 

@@ -105,12 +105,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--puzzles", type=int, default=6000, help="to generate (6000)")
     args = parser.parse_args()
-    if min(args.fit_steps, args.steps) < 1:
-        parser.error("--fit-steps and --steps must be at least 1")
     if not 0 < args.lr < 1 or not 0 <= args.seed < 2**32:
         parser.error("--lr must be between 0 and 1, --seed between 0 and 2**32")
-    if not 100 <= args.puzzles <= SEED_SPACING:
-        parser.error(f"--puzzles must be from 100 to {SEED_SPACING}")
+    if min(args.fit_steps, args.steps) < 1 or not 100 <= args.puzzles <= SEED_SPACING:
+        parser.error(f"--fit-steps, --steps: at least 1; --puzzles: from 100 to {SEED_SPACING}")
     return args
 
 
@@ -132,9 +130,8 @@ def main() -> None:
     engine = RolloutEngine(tokenizer, args.device)
     engine.load(model.named_parameters())
     load_weights(model, engine.model.named_parameters())
-    print("Cast to bf16 and back, like a released checkpoint: masters start on the bf16 grid.")
     score = engine.mean_score(held_out, MAX_TOKENS)
-    print(f"Its score on {len(held_out)} held-out puzzles: {score:.3f}")
+    print(f"Cast to bf16, like a released checkpoint. Score on {len(held_out)} others: {score:.3f}")
     print(f"Post-training at lr {args.lr:g}, dither {args.dither!r}, with {len(practice)} others:")
     arms = [post_train(model, m, engine, practice, held_out, args) for m in (rtn, fair_cast)]
 

@@ -192,7 +192,8 @@ def clone_batch(batch: Batch, device: torch.device | str | None = None) -> Batch
         muon_hypers=[muon_copies[id(h)] for h in batch.muon_hypers],
         grad_scale=copy(batch.grad_scale),
         found_inf=copy(batch.found_inf),
-        cache={}, shared={},
+        cache={},
+        shared={},
     )
 
 

@@ -22,7 +22,7 @@ from rollout import NamedTensors, RolloutEngine, fit, load_weights, log_probs, m
 from torch import Tensor, nn
 
 from fc_optim import FairCastAdamW
-from fc_optim.metrics import bf16_ulp, captured, changed_ratio
+from fc_optim.metrics import captured, changed_ratio, update_half_ulp
 
 PROMPTS, SAMPLES = 8, 8  # per post-training step; the samples of a prompt are its baseline
 MAX_TOKENS = 3  # "A ~B <end>"
@@ -86,7 +86,7 @@ def post_train(
         M, S = flat(masters()), flat(engine.model.named_parameters())
         if step in (1, 5, 20, args.steps):
             rows[step] = (
-                ((M - last_M).abs() / (bf16_ulp(last_M) / 2)).median().item(),
+                update_half_ulp(M, last_M),
                 captured(S, M, W0),  # nan while nothing has moved
                 changed_ratio(S, last_S),
                 engine.mean_score(held_out, MAX_TOKENS),

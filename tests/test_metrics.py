@@ -56,6 +56,9 @@ def test_figures_follow_their_plain_definitions(seed):
     assert metrics.dead_zone_fraction(masters, start) == pytest.approx(dead)
     paper = sum(abs(a - b) < abs(b) / 256 for a, b in zip(m, w, strict=True)) / n
     assert metrics.dead_zone_fraction(masters, start, "paper") == pytest.approx(paper)
+    halves = (abs(a - b) / (plain_ulp(b) / 2) for a, b in zip(m, w, strict=True))
+    median = sorted(halves)[(n - 1) // 2]
+    assert metrics.update_half_ulp(masters, start) == pytest.approx(median)
     dot = sum((a - c) * (b - c) for a, b, c in zip(s, m, w, strict=True))
     square = sum((b - c) ** 2 for b, c in zip(m, w, strict=True))
     assert metrics.captured(served, masters, start) == pytest.approx(dot / square)
@@ -107,6 +110,7 @@ def test_the_tracker_gives_the_figures_of_the_functions():
         assert row.step == t
         assert row.changed_ratio == metrics.changed_ratio(served, before_served)
         assert row.dead_zone_fraction == metrics.dead_zone_fraction(masters, previous)
+        assert row.update_half_ulp == metrics.update_half_ulp(masters, previous)
         assert row.captured == pytest.approx(metrics.captured(served, masters, before))
         assert row.export_rms_ulp == pytest.approx(metrics.export_rms_ulp(served, masters))
         previous, before_served = masters, served

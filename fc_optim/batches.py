@@ -71,16 +71,43 @@ def step_key(entry: Managed, fused: bool) -> str:
 
 
 def complete_state(entry: Managed, fused: bool) -> None:
-    """Add what is missing of a parameter's state; widen to fp32 what a base made in bf16."""
+    """Add what is missing of a parameter's state, and bring it to what the kernels read: fp32.
+
+    Raises ValueError for a moment of another shape.
+    """
     state, master = entry.state, entry.state["master"]
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-            state[key] = value.float()
-    state.setdefault(step_key(entry, fused), torch.zeros((), device=master.device))
+    if not fused:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+                state[key] = value.float()  # made for a bf16 parameter
+    step = step_key(entry, fused)
+    zero = torch.zeros((), dtype=torch.float32, device=master.device)
+    state[step] = state.get(step, zero).to(torch.float32)
     for key in _moments(entry) if fused else ():
-        if key not in state:
-            state[key] = torch.zeros_like(master)
-        state[key] = state[key].contiguous()
+        value = state[key] if key in state else torch.zeros_like(master)
+        check_shape(key, value, entry.slot.name, entry.param)
+        state[key] = value.to(torch.float32).contiguous()
+
+
+def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
+    """Raise ValueError unless a state tensor has its parameter's shape: kernels do not check."""
+    if value.shape != param.shape:
+        raise ValueError(
+            f"state: the {key} of {name!r} has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(param.shape)}: the state is of another model or another order of parameters, "
+            "or the parameter was replaced. Load the state that fits, or build a new optimizer."
+        )
+
+
+def _check_master(entry: Managed) -> None:
+    master = entry.state["master"]
+    check_shape("master", master, entry.slot.name, entry.param)
+    if master.dtype != torch.float32 or not master.is_contiguous():
+        raise TypeError(
+            f"state: the master of {entry.slot.name!r} is {master.dtype}, strides "
+            f"{master.stride()}: it must be contiguous float32. Something rewrote the state; load "
+            "it again with load_state_dict()."
+        )
 
 
 def _moments(entry: Managed) -> tuple[str, ...]:
@@ -134,7 +161,7 @@ def update_work(
     for keys, part in _grouped((e for e in entries if e.param.grad is not None), key):
         device, moments = keys[0], keys[-1]
         for e in part:
-            _check_grad(e)
+            check_grad(e)
             complete_state(e, fused=True)
             _to_device(e.state, device)
         batch = Batch(
@@ -144,7 +171,7 @@ def update_work(
             steps=[e.state[step_key(e, fused=True)] for e in part],
             seed=context.seed,
             epoch=context.epoch,
-            grads=[e.param.grad.detach().contiguous() for e in part if e.param.grad is not None],
+            grads=[_dense(e.param.grad) for e in part if e.param.grad is not None],
             grad_scale=_scalar_on(grad_scale, device),
             found_inf=_scalar_on(found_inf, device),
             cache=context.caches.setdefault(keys, {}),
@@ -168,6 +195,7 @@ def _grouped(
     groups: dict[tuple, list[Managed]] = {}
     for entry in entries:
         check_dtype(entry.param, entry.slot.name)
+        _check_master(entry)
         if entry.param.numel():
             groups.setdefault(key(entry), []).append(entry)
     yield from groups.items()
@@ -217,7 +245,12 @@ def _scalar_on(value: Tensor | None, device: torch.device) -> Tensor | None:
     return None if value is None else value.detach().to(device, torch.float32)
 
 
-def _check_grad(entry: Managed) -> None:
+def _dense(grad: Tensor) -> Tensor:
+    return grad.detach().resolve_neg().contiguous()
+
+
+def check_grad(entry: Managed) -> None:
+    """Raise TypeError for a gradient that no kernel takes."""
     grad, name = entry.param.grad, entry.slot.name
     assert grad is not None
     if grad.layout != torch.strided:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fc_optim import foreign
-from fc_optim.batches import complete_state, state_work
+from fc_optim.batches import check_shape, complete_state, state_work
 from fc_optim.naming import GROUP_KEYS, STATE_KEYS
 from fc_optim.registry import Managed
 
@@ -23,7 +23,9 @@ logger = logging.getLogger("fc_optim")
 ROUNDING_SCHEME = 1  # the bit contract: counter layout, lane order, add and truncate
 DITHERS = ("fresh", "sync", "held")
 _OPTIONS = ("seed", "dither", "epoch", "served_version")
-_KEPT = ("params", "param_names")  # a group's own, never loaded over
+# A group's own, never loaded over: they say what the group is, not how it is stepped.
+_KEPT = ("params", "param_names", "algorithm", "served_dtype", "decoupled_weight_decay")
+_PARAMETER_SHAPED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def without_masters(state_dict: StateDict) -> StateDict:
@@ -57,16 +59,26 @@ def to_torch_state_dict(opt: "FairCastOptimizer") -> StateDict:
 def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
     """`load_state_dict` without its hooks: validate everything, then change things."""
     saved_groups, by_param = _matched(opt, state_dict)
-    _check_options(saved_groups)
+    for i, (group, saved) in enumerate(zip(opt.param_groups, saved_groups, strict=True)):
+        _check_group(i, group, saved)
     for p, entry in by_param.items():
         _check_entry(opt.name_of(p), p, entry)
 
+    masters = sum("master" in own for own in opt.state.values())
     _load_groups(opt, saved_groups)
-    for p in chain.from_iterable(g["params"] for g in opt.param_groups):
-        if p in by_param:
-            opt.state[p] = _load_entry(p, opt.state.get(p, {}), by_param[p], fused=opt.fused)
-        else:
-            opt.state.pop(p, None)
+    for group in opt.param_groups:
+        fused = opt.fused and group["served_dtype"] is not None
+        for p in group["params"]:
+            old = opt.state.pop(p, {})
+            if p in by_param:
+                opt.state[p] = _load_entry(p, old, by_param[p], group, fused=fused)
+    opt.state.update({k: v for k, v in state_dict["state"].items() if not isinstance(k, int)})
+    kept = sum("master" in own for own in opt.state.values() if isinstance(own, dict))
+    if kept < masters:
+        logger.warning(
+            "load_state_dict: the state has no master for %d parameters; theirs are made anew "
+            "from the parameters.", masters - kept,
+        )  # fmt: skip
     restored = _adopt_ids(opt)
     if restored:
         changed, total = rewrite(opt, restored)
@@ -102,7 +114,7 @@ def _adopt_ids(opt: "FairCastOptimizer") -> list[Managed]:
         if "param_id" in e.state:
             e.slot.param_id = int(e.state["param_id"])
         else:
-            e.state["param_id"] = torch.tensor(e.slot.param_id, dtype=torch.int64)
+            e.state["param_id"] = id_tensor(e.slot.param_id)
         complete_state(e, opt.fused)
     return entries
 
@@ -133,45 +145,74 @@ def _matched(
     return saved, {p: entries[k] for k, p in pairs if k in entries}
 
 
-def _check_options(saved_groups: list[dict[str, Any]]) -> None:
-    for i, group in enumerate(saved_groups):
-        scheme = group.get("rounding_scheme", ROUNDING_SCHEME)
-        if scheme != ROUNDING_SCHEME:
+def _check_group(i: int, mine: dict[str, Any], saved: dict[str, Any]) -> None:
+    scheme = saved.get("rounding_scheme", ROUNDING_SCHEME)
+    if scheme != ROUNDING_SCHEME:
+        raise ValueError(
+            f"state_dict: group {i} was rounded with scheme {scheme}, this version knows "
+            f"{ROUNDING_SCHEME}: load it with the fc_optim that saved it, or load "
+            "fc_optim.without_masters(state_dict)."
+        )
+    if saved.get("dither", "fresh") not in DITHERS:
+        raise ValueError(f"state_dict: dither {saved['dither']!r} is none of {DITHERS}.")
+    for key in ("seed", "epoch", "served_version"):
+        if not isinstance(saved.get(key, 0), int):
+            raise ValueError(f"state_dict: {key} of group {i} is {saved[key]!r}, not an integer.")
+    for key in ("algorithm", "served_dtype"):
+        if saved.get(key, mine[key]) != mine[key]:
             raise ValueError(
-                f"state_dict: group {i} was rounded with scheme {scheme}, this version knows "
-                f"{ROUNDING_SCHEME}: load it with the fc_optim that saved it, or load "
-                "fc_optim.without_masters(state_dict)."
+                f"state_dict: {key} of group {i} is {saved[key]!r}, here {mine[key]!r}: build the "
+                "optimizer as it was when the state was saved."
             )
-        if group.get("dither", "fresh") not in DITHERS:
-            raise ValueError(f"state_dict: dither {group['dither']!r} is none of {DITHERS}.")
 
 
 def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any]) -> None:
-    master = entry.get("master")
-    if master is None:
-        return
-    if tuple(master.shape) != tuple(param.shape):
+    for key in _PARAMETER_SHAPED:
+        value = entry.get(key)
+        if isinstance(value, Tensor):
+            check_shape(key, value, name, param)
+        elif value is not None:
+            raise ValueError(f"state_dict: the {key} of {name!r} is {value!r}, not a tensor.")
+    for key in ("step", "dither_step"):
+        if isinstance(entry.get(key), Tensor) and entry[key].numel() != 1:
+            shape = tuple(entry[key].shape)
+            raise ValueError(
+                f"state_dict: the {key} of {name!r} has shape {shape}, not one number."
+            )
+    if "master" in entry and entry["master"].dtype != torch.float32:
         raise ValueError(
-            f"state_dict: the master of {name!r} has shape {tuple(master.shape)}, the parameter "
-            f"{tuple(param.shape)}: the state is of another model or another order of parameters."
+            f"state_dict: the master of {name!r} is {entry['master'].dtype}, not float32: "
+            "something cast the state. Load the state as it was saved, or "
+            "fc_optim.without_masters(state_dict)."
         )
-    if master.dtype != torch.float32:
-        raise ValueError(
-            f"state_dict: the master of {name!r} is {master.dtype}, not float32: something cast "
-            "the state. Load the state as it was saved, or fc_optim.without_masters(state_dict)."
-        )
+
+
+def id_tensor(param_id: int) -> Tensor:
+    """An identity as per-parameter state: 0-d int64, on the host, which alone reads it."""
+    return torch.tensor(param_id, dtype=torch.int64, device="cpu")
 
 
 def _load_entry(
-    param: Tensor, old: dict[str, Any], saved: Mapping[str, Any], *, fused: bool
+    param: Tensor,
+    old: dict[str, Any],
+    saved: Mapping[str, Any],
+    group: dict[str, Any],
+    *,
+    fused: bool,
 ) -> dict[str, Any]:
-    """A parameter's new state. Never casts fp32; writes into `old` tensors where they fit."""
+    """A parameter's new state. Never casts fp32; writes into `old` tensors where they fit.
+
+    State of an excluded group is torch's: of the parameter's dtype.
+    """
     new = {}
     for key, value in saved.items():
-        if key in ("step", "dither_step") and (fused or key == "dither_step"):
+        if key == "dither_step" or (key == "step" and fused):
             value = torch.as_tensor(value, dtype=torch.float32).reshape(())
-        elif fused and isinstance(value, Tensor) and key != "param_id":
-            value = value.to(torch.float32)
+        elif isinstance(value, Tensor) and value.is_floating_point() and key != "step":
+            if group["served_dtype"] is None:
+                value = value.to(param.dtype)
+            elif fused:
+                value = value.to(torch.float32)
         # torch keeps the step of an unfused optimizer where it is; ids are only read on the host.
         stays = param.is_meta or key == "param_id" or (key == "step" and not fused)
         new[key] = _load_value(None if stays else param.device, old.get(key), value)

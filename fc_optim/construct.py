@@ -42,6 +42,8 @@ def base_instance(
         )
     if hasattr(base, "served_params"):
         raise TypeError("base: it is a FairCastOptimizer already.")
+    if vars(base).get("step") is taken_over:
+        raise ValueError("base: this instance was wrapped already; use that FairCastOptimizer.")
     if params is not None or args or kwargs:
         extra = ", ".join(["params"] * (params is not None) + sorted(kwargs)) or "arguments"
         raise TypeError(f"{extra}: not taken with an optimizer instance, which has its own.")
@@ -49,10 +51,10 @@ def base_instance(
 
 
 def taken_over(*args: Any, **kwargs: Any) -> Any:
-    """What the inner optimizer's `step` becomes."""
+    """What the inner optimizer's `step` and `load_state_dict` become."""
     raise RuntimeError(
         "this optimizer was wrapped by FairCastOptimizer, which owns its groups and state: call "
-        "step() of the FairCastOptimizer."
+        "step() or load_state_dict() of the FairCastOptimizer."
     )
 
 
@@ -65,7 +67,8 @@ def pack(base: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
 
     torch's own pickling keeps groups and state only, which breaks LBFGS.
     """
-    kept = {k: v for k, v in vars(base).items() if k != "step" and not k.endswith("_hooks")}
+    dropped = ("step", "load_state_dict")
+    kept = {k: v for k, v in vars(base).items() if k not in dropped and not k.endswith("_hooks")}
     return type(base), kept
 
 
@@ -74,8 +77,14 @@ def unpack(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
     base = object.__new__(cls)
     base.__dict__.update(attributes)
     Optimizer.__setstate__(base, {})  # its hooks; AdamW's own would look for `step` in all state
-    base.step = taken_over  # type: ignore[method-assign]
+    take_over(base)
     return base
+
+
+def take_over(base: Optimizer) -> None:
+    """From now on the FairCastOptimizer alone steps and loads."""
+    base.step = taken_over  # type: ignore[method-assign]
+    base.load_state_dict = taken_over  # type: ignore[method-assign]
 
 
 def set_algorithm(group: dict[str, Any], base: type[Optimizer], fused: bool) -> None:

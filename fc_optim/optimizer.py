@@ -1,6 +1,7 @@
 """FairCastOptimizer: params -> step() -> kernel -> shadow (= the parameter) -> served_params()."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -92,17 +93,18 @@ class FairCastOptimizer(Optimizer):
         self.fused = type(inner) in _FUSED
         self._base = inner
         self._epoch = self._served_version = 0
+        self._was_bound = False
         self._registry = Registry()
         self._reset_transient(inner)
         # As unpickling does: hooks, profiling, and the base's own groups and state.
         super().__setstate__(
             {"defaults": inner.defaults, "state": inner.state, "param_groups": inner.param_groups}
         )
-        self._optimizer_step_pre_hooks.update(inner._optimizer_step_pre_hooks)
-        self._optimizer_step_post_hooks.update(inner._optimizer_step_post_hooks)
+        for key in [k for k in vars(inner) if k.endswith("_hooks")]:
+            vars(self)[key].update(vars(inner)[key])
         for group in self.param_groups:
             self._admit(group)
-        inner.step = construct.taken_over  # type: ignore[method-assign]
+        construct.take_over(inner)
 
     # -- step ----------------------------------------------------------------------------------
 
@@ -111,22 +113,27 @@ class FairCastOptimizer(Optimizer):
         """Update masters and moments, and write the shadow into the parameters.
 
         Weights that something else wrote since the last step become the masters first, with one
-        warning. Returns the closure's loss, if there is one.
+        warning. Returns the closure's loss, if there is one; a closure must not write weights.
         """
         self._check_free("step()")
         self._make_masters()
-        self._foreign.adopt(self.context(), self.managed())
-        loss = self._step_fused(closure) if self.fused else self._step_unfused(closure)
-        foreign.record(self.managed())
-        self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
-        self._served_version += 1
-        return loss
-
-    def _step_fused(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
-        if closure is not None:
+        if closure is not None and self.fused:
             with torch.enable_grad():
                 loss = closure()
+        self._foreign.adopt(self.context(), self.managed())
+        try:
+            if self.fused:
+                self._step_fused()
+            else:
+                loss = self._step_unfused(closure)
+        finally:  # an exception may have come after some of the weights were written
+            foreign.record(self.managed())
+            self._served_version += 1
+        self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+        return loss
+
+    def _step_fused(self) -> None:
         works = update_work(
             self.context(),
             self.managed(),
@@ -139,7 +146,6 @@ class FairCastOptimizer(Optimizer):
         if excluded and not self._skipped():
             scale = getattr(self, "grad_scale", None)
             self._base_step.run(excluded, self.state, [], self.context(), grad_scale=scale)
-        return loss
 
     def _step_unfused(self, closure: Callable[[], Any] | None) -> Any:
         if self._skipped():
@@ -204,9 +210,16 @@ class FairCastOptimizer(Optimizer):
         valid until the next `step()`, unless `copy`. The iterator
         raises RuntimeError when it is resumed after a step. Draws no random numbers.
         """
+        self._require_model()
         return serving.stream(
             self, "served", full=full, managed_only=managed_only, tied=tied, copy=copy
         )
+
+    def _require_model(self) -> None:
+        if self._was_bound and self.model is None:
+            raise RuntimeError(
+                "a pickled optimizer does not carry its model: call bind(model) before serving."
+            )
 
     def master_params(
         self,
@@ -216,6 +229,7 @@ class FairCastOptimizer(Optimizer):
         copy: bool = False,
     ) -> serving.NamedTensors:
         """As `served_params`, with the fp32 masters in place of their shadows."""
+        self._require_model()
         return serving.stream(
             self, "master", full=full, managed_only=managed_only, tied=tied, copy=copy
         )
@@ -277,11 +291,13 @@ class FairCastOptimizer(Optimizer):
         Raises ValueError if the optimizer trains none of the model's parameters. Returns self.
         """
         self._registry.bind(self.param_groups, model)
+        self._was_bound = True
         self.model = model
         return self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Masters of the new parameters are made at the next publish or step."""
+        self._base.param_groups = self.param_groups  # somebody may have replaced the list
         self._base.add_param_group(param_group)  # appends to the shared list, after its checks
         try:
             self._admit(self.param_groups[-1])
@@ -311,6 +327,7 @@ class FairCastOptimizer(Optimizer):
         """Check a new group, complete its keys, and give its parameters their identities."""
         group["served_dtype"] = construct.served_dtype(group.get("served_dtype", torch.bfloat16))
         construct.set_algorithm(group, type(self._base), self.fused)
+        self._stamp(group)
         if group.get("differentiable"):
             raise ValueError("differentiable: True is not supported; masters are no graph nodes.")
         self._registry.admit(group)
@@ -325,6 +342,7 @@ class FairCastOptimizer(Optimizer):
     def _with_master(self) -> list[Managed]:
         return [e for e in self.managed() if "master" in e.state]
 
+    @torch.inference_mode(False)  # a rollout's mode; its tensors could not be trained on
     def _make_masters(self) -> None:
         """Masters and state for every managed parameter that has none; their shadow too."""
         new = [e for e in self.managed() if "master" not in e.state]
@@ -333,10 +351,11 @@ class FairCastOptimizer(Optimizer):
         self._registry.refuse_orphans(self.param_groups, self.state)
         for e in new:
             check_dtype(e.param, e.slot.name)
+        self._registry.refuse_shared(self.managed())
         for e in new:
-            e.state = self.state[e.param]
+            e.state = self.state.setdefault(e.param, {})
             e.state["master"] = new_master(e.param)
-            e.state["param_id"] = torch.tensor(e.slot.param_id, dtype=torch.int64)
+            e.state["param_id"] = checkpoint.id_tensor(e.slot.param_id)
             complete_state(e, self.fused)
         for group in self.param_groups:
             self._want_fp32_grads(group)
@@ -359,15 +378,20 @@ class FairCastOptimizer(Optimizer):
         self._check_free("state_dict()")
         self._foreign.refuse(self.context(), self._with_master(), "state_dict()")
         for group in self.param_groups:
-            group.update(
-                seed=self.seed,
-                dither=self.dither,
-                epoch=self._epoch,
-                served_version=self._served_version,
-                rounding_scheme=checkpoint.ROUNDING_SCHEME,
-            )
+            self._stamp(group)
         return super().state_dict()
 
+    def _stamp(self, group: dict[str, Any]) -> None:
+        """Write what a resume needs into a group: always there, since DCP loads known keys only."""
+        group.update(
+            seed=self.seed,
+            dither=self.dither,
+            epoch=self._epoch,
+            served_version=self._served_version,
+            rounding_scheme=checkpoint.ROUNDING_SCHEME,
+        )
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` or a plain torch optimizer saved.
@@ -418,6 +442,14 @@ class FairCastOptimizer(Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         cls = type(self)
         return (_new, (vars(cls).get("_made_with") or cls,), self.__getstate__())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FairCastOptimizer":
+        """As unpickling, but bound to the copy of the model."""
+        make, args, state = self.__reduce__()
+        memo[id(self)] = twin = make(*args)
+        twin.__setstate__(copy.deepcopy(state, memo))
+        twin.model = copy.deepcopy(self.model, memo)
+        return twin
 
     def _reset_transient(self, base: Optimizer) -> None:
         self._base_step = BaseStep(base)

@@ -25,6 +25,7 @@ class Slot:
     param_id: int
     name: str
     seen: tuple[Any, ...] | None = None
+    bound: bool = False  # the label is that of the bound model
 
 
 @dataclass(slots=True)
@@ -100,6 +101,21 @@ class Registry:
                 "or save state_dict() first and load it after."
             )
 
+    def refuse_shared(self, entries: Sequence[Managed]) -> None:
+        """Raise ValueError if two parameters share memory: each would undo the other's step."""
+        owner: dict[int, str] = {}
+        for e in entries:
+            address = e.param.data_ptr()
+            if (
+                address
+                and e.param.numel()
+                and owner.setdefault(address, e.slot.name) != e.slot.name
+            ):
+                raise ValueError(
+                    f"params: {owner[address]!r} and {e.slot.name!r} share their memory; tie them "
+                    "by using one Parameter for both, and pass it once."
+                )
+
     def name_of(self, groups: Groups, param: Tensor) -> str:
         return next(slot.name for _, p, slot in self.places(groups) if p is param)
 
@@ -115,7 +131,7 @@ class Registry:
                 "parameters the optimizer was built from."
             )
         for tensor, slot in places:
-            slot.name = names.get(tensor, slot.name)
+            slot.name, slot.bound = names.get(tensor, slot.name), tensor in names
 
     def __getstate__(self) -> list[list[tuple[int, str]]]:
         return [[(s.param_id, s.name) for s in slots] for slots in self._slots]
@@ -139,3 +155,10 @@ def check_dtype(param: Tensor, name: str) -> None:
         )
     if param.layout != torch.strided:
         raise TypeError(f"parameter {name!r} is {param.layout}: only dense parameters are served.")
+    if any(stride == 0 and n > 1 for stride, n in zip(param.stride(), param.shape, strict=True)):
+        raise TypeError(f"parameter {name!r} is expanded (a stride is 0): make it contiguous().")
+    if param.is_inference():
+        raise TypeError(
+            f"parameter {name!r} was made in inference mode and cannot be trained: build the model "
+            "outside of it."
+        )

@@ -52,7 +52,7 @@ def stochastic_round(
             containers=[out],
             masters=[x.detach().contiguous()],
             segments=[(Segment(param_id, base=offset, rows=1, inner=n, row_stride=n),)],
-            steps=[torch.zeros((), device=x.device)],
+            steps=[torch.zeros((), dtype=torch.float32, device=x.device)],
             seed=seed,
             epoch=t,
         )

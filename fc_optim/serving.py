@@ -62,11 +62,8 @@ def _stream(
         opt.publish()
         managed.update({e.param: e for e in opt.managed()})
     named = _named(model, optimizers, managed, tied)
-    if model is not None and managed and not any(p in managed for _, p in named):
-        raise RuntimeError(
-            "none of the model's parameters is in the optimizer: they were replaced after it was "
-            "built. Build the optimizer from the model that trains, or bind() that model."
-        )
+    if model is not None:
+        _refuse_replaced(model, managed)
     if managed_only:
         named = [(n, p) for n, p in named if p in managed]
     versions = [opt.served_version for opt in optimizers]
@@ -85,6 +82,18 @@ def _stream(
             yield name, value.clone() if copy and not owned else value
 
     return generate()
+
+
+def _refuse_replaced(model: nn.Module, managed: dict[Tensor, Managed]) -> None:
+    """Raise RuntimeError if the optimizer trains parameters that the model no longer has."""
+    held = set(model.parameters())
+    lost = [e.slot.name for p, e in managed.items() if e.slot.bound and p not in held]
+    if lost or (managed and not any(p in managed for p in held)):
+        raise RuntimeError(
+            f"parameters of the model were replaced after the optimizer was built: "
+            f"{', '.join(lost[:8]) or 'all'}. The optimizer trains the old ones; build it from the "
+            "model that trains."
+        )
 
 
 def _named(
@@ -175,10 +184,18 @@ def masters_in_model(opt: "FairCastOptimizer") -> Iterator[None]:
                 elif native and t.dtype == torch.bfloat16:  # frozen weights must match in dtype
                     swapped.append((t, t.data))
                     t.data = t.data.float()
+            versions = [t._version for t in masters]
             yield
+            written = [e.slot.name for e, v in zip(entries, versions, strict=True)
+                       if e.param._version != v]  # fmt: skip
         finally:
             for t, data in swapped:
                 t.data = data
+    if written:
+        raise RuntimeError(
+            f"masters_in_model(): the masters of {', '.join(written[:8])} were written inside. "
+            "Call restore_weights() to serve them, or load_state_dict() to go back."
+        )
 
 
 def _refuse_rounding_forward(model: nn.Module | None, entries: list[Managed]) -> None:

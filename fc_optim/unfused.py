@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fc_optim.batches import Context, state_work
+from fc_optim.batches import Context, check_grad, state_work
 from fc_optim.kernels.reference import canonical_bits
 from fc_optim.naming import STATE_KEYS
-from fc_optim.registry import Managed, check_dtype
+from fc_optim.registry import Managed
 
-_NOT_CLONED = ("param_groups", "state", "step")
+# Not the twin's: what it is given for each step, and the methods that were taken over.
+_NOT_CLONED = ("param_groups", "state", "step", "load_state_dict")
 
 
 class BaseStep:
@@ -54,8 +55,17 @@ class BaseStep:
         def on_served_weights() -> Any:
             assert closure is not None
             _publish(context, entries)
+            versions = [e.param._version for e in entries]
             with torch.enable_grad():
                 loss = closure()
+            written = [
+                e.slot.name for e, v in zip(entries, versions, strict=True) if e.param._version != v
+            ]
+            if written:
+                raise RuntimeError(
+                    f"closure: it wrote the weights {', '.join(written[:8])}, which the optimizer "
+                    "would overwrite; change weights between steps."
+                )
             _grads_to_masters(entries, None)
             return loss
 
@@ -74,9 +84,7 @@ class BaseStep:
                 return
         self._masters = masters
         self._twin = twin = object.__new__(type(self._base))
-        for key, value in vars(self._base).items():
-            if key not in _NOT_CLONED and not key.endswith("_hooks"):
-                twin.__dict__[key] = _replaced(value, masters)
+        twin.__dict__.update(_attributes(self._base, masters))
         twin.__setstate__({"state": defaultdict(dict), "param_groups": []})
 
     def _run_twin(
@@ -96,15 +104,33 @@ class BaseStep:
             own = {k: v for k, v in state.get(p, {}).items() if k not in STATE_KEYS}
             if own:  # an empty entry is how torch knows to make the state
                 twin.state[masters.get(p, p)] = own
+        held = set(params)
+        others = {k: v for k, v in state.items() if k not in held}  # what is no parameter's
+        twin.state.update(others)
         try:
             return twin.step() if closure is None else twin.step(closure)
         finally:
             for p in params:
-                state_after = twin.state.get(masters.get(p, p))
-                if state_after:
-                    state[p].update(state_after)
+                after = twin.state.pop(masters.get(p, p), {})
+                own = state.setdefault(p, {}) if after else state.get(p, {})
+                for key in [k for k in own if k not in STATE_KEYS and k not in after]:
+                    del own[key]
+                own.update(after)
+            state.update(twin.state)
             for group, ran in zip(groups, twin.param_groups, strict=True):
                 group.update({k: v for k, v in ran.items() if k != "params"})
+            # What the optimizer keeps on itself must outlive the twin (pickling, new masters).
+            back = {m: p for p, m in masters.items()}
+            self._base.__dict__.update(_attributes(twin, back))
+
+
+def _attributes(opt: Optimizer, replace: dict[Tensor, Tensor]) -> dict[str, Any]:
+    """An optimizer's own attributes, with tensors replaced in its lists, tuples and dicts."""
+    return {
+        key: _replaced(value, replace)
+        for key, value in vars(opt).items()
+        if key not in _NOT_CLONED and not key.endswith("_hooks")
+    }
 
 
 def _replaced(value: Any, masters: dict[Tensor, Tensor]) -> Any:
@@ -123,7 +149,7 @@ def _grads_to_masters(entries: Iterable[Managed], grad_scale: Tensor | None) -> 
     for e in entries:
         grad = e.param.grad
         if grad is not None:
-            check_dtype(e.param, e.slot.name)
+            check_grad(e)
             grad = grad.detach().float().contiguous()
             if grad_scale is not None:
                 grad = grad / grad_scale.to(grad.device)

@@ -217,7 +217,7 @@ def muon_scalars(hyper: MuonHyper, grad_scale: float = 1.0) -> MuonScalars:
 def sample_positions(numel: int) -> Tensor:
     """The positions (int64, local to a segment) that `flag_foreign` compares: one per stratum."""
     count = min(numel, SAMPLES)
-    k = torch.arange(count)
+    k = torch.arange(count, device="cpu")
     low, high = k * numel // max(count, 1), (k + 1) * numel // max(count, 1)
     mixed = (k * (SAMPLE_MIX - 2**64) >> 20) & (2**44 - 1)
     return low + mixed % (high - low)

@@ -133,7 +133,7 @@ def _scalars(
             rows.append(row(i))
         index.append(seen[key])
     table[:, k.SCALARS] = np.array(index, np.int64)[table[:, k.TENSOR]]
-    return torch.tensor(rows, dtype=torch.float64).to(torch.float32).numpy()
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").to(torch.float32).numpy()
 
 
 def _muon_scalars(batch: Batch, table: np.ndarray, scale: float = 1.0) -> np.ndarray:
@@ -162,7 +162,7 @@ def round_(batch: Batch) -> None:
 
 def flag_foreign(batch: Batch) -> Tensor:
     """As `reference.flag_foreign`."""
-    flags = torch.zeros(len(batch.masters), dtype=torch.int32)
+    flags = torch.zeros(len(batch.masters), dtype=torch.int32, device="cpu")
     if batch.masters:
         table, _ = _table(batch, "containers", "masters")
         rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), False))
@@ -186,7 +186,8 @@ def adam_(batch: Batch) -> None:
         return
     moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
     table, firsts = _table(batch, "containers", "masters", "grads", *moments)
-    steps = k.read_steps(_addresses(batch.steps), True)
+    addresses = _addresses(batch.steps)
+    steps = k.read_steps(addresses, False) + np.float32(1)
     rounding = _rounding(batch, table, steps)
     hypers, counts, scale = batch.hypers, steps.tolist(), _scale(batch)
     scalars = _scalars(
@@ -196,6 +197,7 @@ def adam_(batch: Batch) -> None:
     )
     grad16 = batch.grads[0].dtype == torch.bfloat16
     elements = table[:, k.NUMEL].sum()
+    k.read_steps(addresses, True)  # not before: hyper-parameters may have raised
     _launch(k.adam_kernel, elements, table, firsts, scalars, grad16, *rounding)
 
 
@@ -214,6 +216,6 @@ def muon_update_(batch: Batch) -> None:
     if _skipped(batch):
         return
     table, firsts = _table(batch, "containers", "masters", "updates")
-    rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), True))
     scalars = _muon_scalars(batch, table)
+    rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), True))
     _launch(k.update_kernel, table[:, k.NUMEL].sum(), table, firsts, scalars, *rounding)

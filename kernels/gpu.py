@@ -150,10 +150,13 @@ def _adopt_segment(row, tensors, epoch, counts, C: tl.constexpr, STRIDED: tl.con
         bounds = block_bounds(row, start)
         bits = load(row, MASTER, tl.int32, start, bounds)
         found = canonical(widen(load(row, CONTAINER, C, start, bounds), C))
-        foreign = found != shadow_of(canonical(bits), draw(row, start, t, STRIDED))
+        words = draw(row, start, t, STRIDED)
+        foreign = found != shadow_of(canonical(bits), words)
         foreign &= (tl.arange(0, BLOCK) >= bounds[0]) & (tl.arange(0, BLOCK) < bounds[1])
         at = pointer(row, MASTER, tl.int32) + start + tl.arange(0, BLOCK)
         tl.store(at, found, mask=foreign)
+        at = pointer(row, CONTAINER, C) + start + tl.arange(0, BLOCK)
+        tl.store(at, narrow(shadow_of(found, words), C), mask=foreign)
         tl.atomic_add(counts + i, tl.sum(foreign.to(tl.int32), axis=0).to(tl.int64))
         start += tl.num_programs(0) * BLOCK
 

@@ -146,7 +146,8 @@ def flag_foreign(batch: Batch) -> Tensor:
 def adopt_(batch: Batch, flags: Tensor) -> Tensor:
     """In flagged tensors, masters <- containers where a container is not its master's shadow.
 
-    Returns int64 `[tensors]`, the number of elements adopted.
+    Those elements of the containers become the shadow of their new masters. Returns int64
+    `[tensors]`, the number of elements adopted.
     """
     counts = torch.zeros(len(batch.masters), dtype=torch.int64, device=batch.masters[0].device)
     for i, flag in enumerate(flags.tolist()):
@@ -160,6 +161,7 @@ def adopt_(batch: Batch, flags: Tensor) -> Tensor:
             foreign = found != round_bits(bits, words)
             counts[i] += foreign.sum()
             bits.copy_(torch.where(foreign, found, bits))
+            store_shadow(container.view(-1)[at], round_bits(bits, words))
     return counts
 
 
@@ -172,8 +174,8 @@ def adam_(batch: Batch) -> None:
     if _skipped(batch):
         return
     for i in range(len(batch.masters)):
+        scalars = adam_scalars(batch.hypers[i], int(batch.steps[i].item()) + 1, _scale(batch))
         batch.steps[i] += 1
-        scalars = adam_scalars(batch.hypers[i], int(batch.steps[i].item()), _scale(batch))
         t = _dither_epoch(batch, i)
         for part, at in _chunks(batch, i):
             _adam_chunk(batch, i, at, scalars)
@@ -208,8 +210,8 @@ def muon_update_(batch: Batch) -> None:
     if _skipped(batch):
         return
     for i, master in enumerate(batch.masters):
-        batch.steps[i] += 1
         scalars = muon_scalars(batch.muon_hypers[i])
+        batch.steps[i] += 1
         t = _dither_epoch(batch, i)
         for part, at in _chunks(batch, i):
             w, update = master.view(-1)[at], batch.updates[i].view(-1)[at].float()

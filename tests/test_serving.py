@@ -88,7 +88,7 @@ def test_a_model_whose_parameters_were_replaced_is_refused():
     for module in (model[0], model[1], model[2]):
         for name, p in list(module.named_parameters()):
             setattr(module, name, nn.Parameter(p.detach().clone()))
-    with pytest.raises(RuntimeError, match="replaced after it was"):
+    with pytest.raises(RuntimeError, match="replaced after the optimizer was"):
         opt.served_params()
 
 

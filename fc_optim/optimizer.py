@@ -1,10 +1,9 @@
 """FairCastOptimizer: params -> step() -> kernel -> shadow (= the parameter) -> served_params()."""
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +17,15 @@ from fc_optim.batches import (
     state_work,
     update_work,
 )
+from fc_optim.copying import Copying
 from fc_optim.kernels.backends import backend_for
 from fc_optim.registry import Managed, Registry, check_dtype
 from fc_optim.unfused import BaseStep
 
-# Rebuilt after unpickling, or somebody else's (a scheduler's `step`, GradScaler's tensors).
-_TRANSIENT = (
-    *("_foreign", "_caches", "_base_step", "model", "_busy"),
-    *("step", "grad_scale", "found_inf"),
-)
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
 
 
-class FairCastOptimizer(Optimizer):
+class FairCastOptimizer(Copying):
     """Keeps fp32 masters and leaves in every parameter their stochastically rounded bf16 image.
 
     Three ways to make one::
@@ -60,10 +55,6 @@ class FairCastOptimizer(Optimizer):
             DDP or FSDP.
         **base_kwargs: the base's own arguments, which it validates itself.
     """
-
-    _base_cls: ClassVar[type[Optimizer] | None] = None
-    _made_with: ClassVar[tuple[type[Optimizer], dict[str, Any]] | None] = None
-    model: nn.Module | None  # bound by `bind`
 
     def __new__(cls, base: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         if cls._base_cls is None and isinstance(base, type) and params is None:
@@ -97,8 +88,9 @@ class FairCastOptimizer(Optimizer):
         self._registry = Registry()
         self._reset_transient(inner)
         # As unpickling does: hooks, profiling, and the base's own groups and state.
-        super().__setstate__(
-            {"defaults": inner.defaults, "state": inner.state, "param_groups": inner.param_groups}
+        Optimizer.__setstate__(
+            self,
+            {"defaults": inner.defaults, "state": inner.state, "param_groups": inner.param_groups},
         )
         for key in [k for k in vars(inner) if k.endswith("_hooks")]:
             vars(self)[key].update(vars(inner)[key])
@@ -426,31 +418,6 @@ class FairCastOptimizer(Optimizer):
         """The way out: the state dict of the base optimizer alone (moments in fp32)."""
         return checkpoint.to_torch_state_dict(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in vars(self).items() if k not in _TRANSIENT and "_hooks" not in k}
-        return {**state, "_base": construct.pack(self._base)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        if isinstance(state.get("_base"), tuple):
-            state["_base"] = construct.unpack(*state["_base"])
-            self._reset_transient(state["_base"])
-        super().__setstate__(state)
-        for group in self.param_groups:
-            self._want_fp32_grads(group)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        cls = type(self)
-        return (_new, (vars(cls).get("_made_with") or cls,), self.__getstate__())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FairCastOptimizer":
-        """As unpickling, but bound to the copy of the model."""
-        make, args, state = self.__reduce__()
-        memo[id(self)] = twin = make(*args)
-        twin.__setstate__(copy.deepcopy(state, memo))
-        twin.model = copy.deepcopy(self.model, memo)
-        return twin
-
     def _reset_transient(self, base: Optimizer) -> None:
         self._base_step = BaseStep(base)
         self._foreign = foreign.ForeignWrites()
@@ -471,12 +438,6 @@ class FairCastOptimizer(Optimizer):
     def _check_free(self, what: str) -> None:
         if self._busy:
             raise RuntimeError(f"{what} inside {self._busy}: leave that context first.")
-
-
-def _new(made: type | tuple[type[Optimizer], dict[str, Any]]) -> FairCastOptimizer:
-    """An uninitialised instance, for unpickling."""
-    cls: Any = FairCastOptimizer(made[0], **made[1]) if isinstance(made, tuple) else made
-    return cls.__new__(cls)
 
 
 if TYPE_CHECKING:  # what the three classes are to a type checker

@@ -1,5 +1,6 @@
 """From parameters and their state to the batches that kernels take, and back."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -81,12 +82,18 @@ def complete_state(entry: Managed, fused: bool) -> None:
             if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
                 state[key] = value.float()  # made for a bf16 parameter
     step = step_key(entry, fused)
-    zero = torch.zeros((), dtype=torch.float32, device=master.device)
-    state[step] = state.get(step, zero).to(torch.float32)
+    if step not in state:
+        state[step] = torch.zeros((), dtype=torch.float32, device=master.device)
+    elif state[step].dtype != torch.float32:
+        state[step] = state[step].to(torch.float32)
     for key in _moments(entry) if fused else ():
-        value = state[key] if key in state else torch.zeros_like(master)
+        value = state.get(key)
+        if value is None:
+            state[key] = torch.zeros_like(master)
+            continue
         check_shape(key, value, entry.slot.name, entry.param)
-        state[key] = value.to(torch.float32).contiguous()
+        if value.dtype != torch.float32 or not value.is_contiguous():
+            state[key] = value.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
@@ -183,7 +190,8 @@ def update_work(
             batch.updates = [torch.empty_like(m, dtype=torch.bfloat16) for m in batch.masters]
             batch.muon_hypers = [_muon_hyper(e.group, e.param.shape) for e in part]
         else:
-            hypers = {id(e.group): _adam_hyper(e.group) for e in part}
+            groups = {id(e.group): e.group for e in part}
+            hypers = {key: _adam_hyper(group) for key, group in groups.items()}
             batch.hypers = [hypers[id(e.group)] for e in part]
         works.append(Work(batch, part, context.backend_for(device)))
     return works
@@ -194,7 +202,8 @@ def _grouped(
 ) -> Iterator[tuple[tuple, list[Managed]]]:
     groups: dict[tuple, list[Managed]] = {}
     for entry in entries:
-        check_dtype(entry.param, entry.slot.name)
+        if entry.param.dtype not in CONTAINER_DTYPES:  # the rest was checked with its master
+            check_dtype(entry.param, entry.slot.name)
         _check_master(entry)
         if entry.param.numel():
             groups.setdefault(key(entry), []).append(entry)
@@ -225,12 +234,19 @@ def _muon_hyper(group: dict[str, Any], shape: torch.Size) -> MuonHyper:
 
 
 def _segments(entry: Managed) -> tuple[Segment, ...]:
-    return (Segment.whole(entry.slot.param_id, entry.param.numel()),)
+    return _whole(entry.slot.param_id, entry.param.numel())
+
+
+@functools.lru_cache(maxsize=100_000)  # made for every parameter twice a step
+def _whole(param_id: int, numel: int) -> tuple[Segment, ...]:
+    return (Segment.whole(param_id, numel),)
 
 
 def _container(param: Tensor, device: torch.device, empty: bool = False) -> Tensor:
     if empty:
         return torch.empty(param.shape, dtype=param.dtype, device=device)
+    if param.device == device and param.is_contiguous():
+        return param.detach()
     return param.detach().to(device).contiguous()
 
 

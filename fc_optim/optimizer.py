@@ -113,22 +113,26 @@ class FairCastOptimizer(Copying):
         if closure is not None and self.fused:
             with torch.enable_grad():
                 loss = closure()
-        self._foreign.adopt(self.context(), self.managed())
+        entries = self.managed()
+        self._foreign.adopt(self.context(), entries)
         try:
             if self.fused:
-                self._step_fused()
-            else:
-                loss = self._step_unfused(closure)
+                self._step_fused(entries)
+            elif not self._skipped():
+                scale = getattr(self, "grad_scale", None)
+                loss = self._base_step.run(
+                    self.param_groups, self.state, entries, self.context(), closure, scale
+                )
         finally:  # an exception may have come after some of the weights were written
-            foreign.record(self.managed())
+            foreign.record(entries)
             self._served_version += 1
         self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
 
-    def _step_fused(self) -> None:
+    def _step_fused(self, entries: list[Managed]) -> None:
         works = update_work(
             self.context(),
-            self.managed(),
+            entries,
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
@@ -138,18 +142,6 @@ class FairCastOptimizer(Copying):
         if excluded and not self._skipped():
             scale = getattr(self, "grad_scale", None)
             self._base_step.run(excluded, self.state, [], self.context(), grad_scale=scale)
-
-    def _step_unfused(self, closure: Callable[[], Any] | None) -> Any:
-        if self._skipped():
-            return None
-        return self._base_step.run(
-            self.param_groups,
-            self.state,
-            self.managed(),
-            self.context(),
-            closure,
-            getattr(self, "grad_scale", None),
-        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -25,10 +25,8 @@ from kernel_cases import (
     sow_specials,
 )
 
-from fc_optim.kernels import reference
+from fc_optim.kernels import cpu, reference
 from fc_optim.kernels.batch import Batch, Segment
-
-cpu = pytest.importorskip("fc_optim.kernels.cpu", reason="needs numba", exc_type=ImportError)
 
 all_options = pytest.mark.parametrize("options", OPTIONS, ids=option_id)
 all_muon_options = pytest.mark.parametrize("options", MUON_OPTIONS)

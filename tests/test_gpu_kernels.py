@@ -54,7 +54,7 @@ def segments_of(batch: Batch) -> str:
 @pytest.mark.parametrize("options", OPTIONS, ids=option_id)
 def test_adam_and_round_equal_the_reference(options: dict[str, Any]) -> None:
     a, b = pair(make_batch(SIZES, **options))
-    for step in range(3):
+    for step in range(20):
         refresh_grads([a, b], step)
         run(a, b)
         assert_same_bits(a, b)

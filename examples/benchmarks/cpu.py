@@ -9,7 +9,6 @@ bf16, or (sr) the eager stochastic export: add random bits, mask, cast.
 """
 
 import argparse
-import csv
 import os
 import platform
 import statistics
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import results
 import torch
 from torch import Tensor, nn
 
@@ -137,12 +137,7 @@ def main() -> None:
                 f"{row['ratio_min']:>6} {row['ratio_max']:>6}  {ns[0]:.2f} / {ns[1]:.2f}"
             )
     if args.csv:
-        new = not args.csv.exists()
-        with args.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        results.append(args.csv, rows)
 
 
 if __name__ == "__main__":

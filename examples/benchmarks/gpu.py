@@ -11,7 +11,6 @@ and with the eager stochastic export; a device copy is the bandwidth ceiling.
 
 import argparse
 import copy
-import csv
 import platform
 import statistics
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import results
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -327,12 +327,7 @@ def main() -> None:
         print("  ".join(f"{k} {v}" for k, v in row.items() if v != ""), flush=True)
         rows.append({**row, **hardware})
     if args.csv:
-        new = not args.csv.exists()
-        with args.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        results.append(args.csv, rows)
 
 
 if __name__ == "__main__":

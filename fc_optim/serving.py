@@ -61,7 +61,7 @@ def _stream(
     for opt in optimizers:
         opt.publish()
         managed.update({e.param: e for e in opt.managed()})
-    named = _named(model, optimizers, managed, tied)
+    named = _named(model, optimizers, tied)
     if model is not None:
         _refuse_replaced(model, managed)
     if managed_only:
@@ -99,7 +99,6 @@ def _refuse_replaced(model: nn.Module, managed: dict[Tensor, Managed]) -> None:
 def _named(
     model: nn.Module | None,
     optimizers: tuple["FairCastOptimizer", ...],
-    managed: dict[Tensor, Managed],
     tied: str,
 ) -> list[tuple[str, Tensor]]:
     if model is None:

@@ -72,8 +72,9 @@ def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
             old = opt.state.pop(p, {})
             if p in by_param:
                 opt.state[p] = _load_entry(p, old, by_param[p], group, fused=fused)
-    opt.state.update({k: v for k, v in state_dict["state"].items() if not isinstance(k, int)})
-    kept = sum("master" in own for own in opt.state.values() if isinstance(own, dict))
+    own = set(chain.from_iterable(g["params"] for g in saved_groups))  # numbers, or names (DCP)
+    opt.state.update({k: v for k, v in state_dict["state"].items() if k not in own})
+    kept = sum("master" in entry for entry in opt.state.values())
     if kept < masters:
         logger.warning(
             "load_state_dict: the state has no master for %d parameters; theirs are made anew "

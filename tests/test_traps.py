@@ -157,6 +157,7 @@ def test_a_flattened_distributed_checkpoint_keeps_seed_dither_and_counters():
         other_model, other = make(7)
         set_optimizer_state_dict(other_model, other, saved, options=options)
         assert other.served_version >= opt.served_version
+        assert all(isinstance(k, torch.Tensor) for k in other.state)
         assert other.served_digest() == opt.served_digest()
         train(model, opt, 2, 3)
         train(other_model, other, 2, 3)

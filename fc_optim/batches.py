@@ -40,6 +40,12 @@ class Work:
             self.backend.adam_(batch)
         self._write_back()
 
+    def adopt(self, flags: Tensor) -> Tensor:
+        """In flagged tensors, masters <- foreign elements, and their shadow; int64 counts."""
+        counts = self.backend.adopt_(self.batch, flags)
+        self._write_back()
+        return counts
+
     def _write_back(self) -> None:
         """Copy containers that had to be staged (strided, or state on another device)."""
         for entry, container in zip(self.entries, self.batch.containers, strict=True):

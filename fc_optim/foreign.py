@@ -58,7 +58,7 @@ class ForeignWrites:
             on_cpu = flags.device.type == "cpu"
             if on_cpu and not flags.any():
                 continue
-            counts = work.backend.adopt_(work.batch, flags)
+            counts = work.adopt(flags)
             names = [e.slot.name for e in work.entries]
             if on_cpu or moved:
                 adopted += _changed(counts, names)

@@ -92,6 +92,20 @@ def test_data_writes_to_one_percent_of_a_tensor_are_always_seen(share, pattern):
         assert opt.check() == {}, trial
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_an_adopted_strided_parameter_is_published_though_it_is_not_stepped(backend):
+    p = nn.Parameter(torch.ones(40, 30).t())
+    opt = FairCastAdamW([("w", p)], backend=backend)
+    opt.publish()
+    with torch.no_grad():
+        p.fill_(1.0 + 2**-10)
+    with pytest.warns(UserWarning, match="masters: w"):
+        opt.step()
+    assert torch.all(opt.state[p]["master"] == 1.0 + 2**-10)
+    assert_invariant(opt)
+    assert opt.check() == {}
+
+
 def test_an_off_grid_write_becomes_the_master_and_is_published():
     p = nn.Parameter(torch.ones(2000))
     opt = FairCastAdamW([("w", p)])

@@ -100,9 +100,7 @@ def rewrite(opt: "FairCastOptimizer", entries: list[Managed]) -> tuple[int, int]
         old = entry.param.detach().clone()
         for work in state_work(opt.context(), [entry]):
             work.round()
-        as_int = torch.int16 if old.dtype == torch.bfloat16 else torch.int32
-        now = entry.param.detach()
-        changed.append((old.contiguous().view(as_int) != now.contiguous().view(as_int)).sum())
+        changed.append(foreign.differing_words(old, entry.param))
         total += old.numel()
     foreign.record(e for e in entries if not e.param.is_meta)
     return int(sum(c.item() for c in changed)), total

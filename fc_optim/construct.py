@@ -58,6 +58,8 @@ def taken_over(*args: Any, **kwargs: Any) -> Any:
     )
 
 
+TAKEN_OVER = ("step", "load_state_dict")
+
 # A scheduler that was attached to the inner optimizer checks for its mark.
 taken_over._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
@@ -67,9 +69,12 @@ def pack(base: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
 
     torch's own pickling keeps groups and state only, which breaks LBFGS.
     """
-    dropped = ("step", "load_state_dict")
-    kept = {k: v for k, v in vars(base).items() if k not in dropped and not k.endswith("_hooks")}
-    return type(base), kept
+    return type(base), own_attributes(base)
+
+
+def own_attributes(opt: Optimizer) -> dict[str, Any]:
+    """An optimizer's attributes but hooks and the methods that were taken over."""
+    return {k: v for k, v in vars(opt).items() if k not in TAKEN_OVER and not k.endswith("_hooks")}
 
 
 def unpack(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
@@ -83,8 +88,7 @@ def unpack(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
 
 def take_over(base: Optimizer) -> None:
     """From now on the FairCastOptimizer alone steps and loads."""
-    base.step = taken_over  # type: ignore[method-assign]
-    base.load_state_dict = taken_over  # type: ignore[method-assign]
+    vars(base).update(dict.fromkeys(TAKEN_OVER, taken_over))
 
 
 def set_algorithm(group: dict[str, Any], base: type[Optimizer], fused: bool) -> None:

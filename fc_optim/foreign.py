@@ -110,12 +110,16 @@ def _moved(entry: Managed) -> bool:
     return entry.slot.seen != _fingerprint(entry.param)
 
 
+def differing_words(a: Tensor, b: Tensor) -> Tensor:
+    """How many elements of two containers differ in their bits: 0-d int64 on the device of `b`."""
+    as_int = torch.int16 if b.dtype == torch.bfloat16 else torch.int32
+    a = a.detach().to(b.device)
+    return (a.contiguous().view(as_int) != b.detach().contiguous().view(as_int)).sum()
+
+
 def _differing(work: Work) -> int:
     work.backend.round_(work.batch)  # into scratch, not into the parameter
-    shadow, param = work.batch.containers[0], work.entries[0].param.detach()
-    as_int = torch.int16 if shadow.dtype == torch.bfloat16 else torch.int32
-    same = param.to(shadow.device).contiguous().view(as_int) == shadow.view(as_int)
-    return int(same.numel() - same.sum().item())
+    return int(differing_words(work.entries[0].param, work.batch.containers[0]))
 
 
 def _read_later(counts: Tensor, names: list[str]) -> tuple[Tensor, list[str], Any]:

@@ -84,7 +84,7 @@ class FairCastOptimizer(Copying):
         self.fused = type(inner) in _FUSED
         self._base = inner
         self._epoch = self._served_version = 0
-        self._was_bound = False
+        self.was_bound = False
         self._registry = Registry()
         self._reset_transient(inner)
         # As unpickling does: hooks, profiling, and the base's own groups and state.
@@ -113,13 +113,12 @@ class FairCastOptimizer(Copying):
         if closure is not None and self.fused:
             with torch.enable_grad():
                 loss = closure()
-        entries = self.managed()
+        entries, scale = self.managed(), getattr(self, "grad_scale", None)
         self._foreign.adopt(self.context(), entries)
         try:
             if self.fused:
-                self._step_fused(entries)
+                self._step_fused(entries, scale)
             elif not self._skipped():
-                scale = getattr(self, "grad_scale", None)
                 loss = self._base_step.run(
                     self.param_groups, self.state, entries, self.context(), closure, scale
                 )
@@ -129,18 +128,12 @@ class FairCastOptimizer(Copying):
         self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
 
-    def _step_fused(self, entries: list[Managed]) -> None:
-        works = update_work(
-            self.context(),
-            entries,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-        )
-        for work in works:
+    def _step_fused(self, entries: list[Managed], scale: Tensor | None) -> None:
+        found_inf = getattr(self, "found_inf", None)
+        for work in update_work(self.context(), entries, scale, found_inf):
             work.step()
         excluded = [g for g in self.param_groups if g["served_dtype"] is None and g["params"]]
         if excluded and not self._skipped():
-            scale = getattr(self, "grad_scale", None)
             self._base_step.run(excluded, self.state, [], self.context(), grad_scale=scale)
 
     @property
@@ -191,19 +184,12 @@ class FairCastOptimizer(Copying):
             copy: give tensors of their own memory.
 
         With dither "sync", call `publish(redraw=True)` right before. The tensors are read-only and
-        valid until the next `step()`, unless `copy`. The iterator
-        raises RuntimeError when it is resumed after a step. Draws no random numbers.
+        valid until the next `step()`, unless `copy`. The iterator raises RuntimeError when it is
+        resumed after a step. Draws no random numbers.
         """
-        self._require_model()
         return serving.stream(
             self, "served", full=full, managed_only=managed_only, tied=tied, copy=copy
         )
-
-    def _require_model(self) -> None:
-        if self._was_bound and self.model is None:
-            raise RuntimeError(
-                "a pickled optimizer does not carry its model: call bind(model) before serving."
-            )
 
     def master_params(
         self,
@@ -213,7 +199,6 @@ class FairCastOptimizer(Copying):
         copy: bool = False,
     ) -> serving.NamedTensors:
         """As `served_params`, with the fp32 masters in place of their shadows."""
-        self._require_model()
         return serving.stream(
             self, "master", full=full, managed_only=managed_only, tied=tied, copy=copy
         )
@@ -234,7 +219,7 @@ class FairCastOptimizer(Copying):
 
     @property
     def dither(self) -> str:
-        """ "fresh", "sync" or "held". Fixed, as the seed is."""
+        """The dither: "fresh", "sync" or "held". Fixed, as the seed is."""
         return self._dither
 
     @property
@@ -275,7 +260,7 @@ class FairCastOptimizer(Copying):
         Raises ValueError if the optimizer trains none of the model's parameters. Returns self.
         """
         self._registry.bind(self.param_groups, model)
-        self._was_bound = True
+        self.was_bound = True
         self.model = model
         return self
 

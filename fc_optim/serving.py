@@ -43,6 +43,10 @@ def stream(
     opt: "FairCastOptimizer", which: str, *, full: bool, managed_only: bool, tied: str, copy: bool
 ) -> NamedTensors:
     """Served weights or masters of one optimizer, in the bound model's order if there is one."""
+    if opt.was_bound and opt.model is None:
+        raise RuntimeError(
+            "a pickled optimizer does not carry its model: call bind(model) before serving."
+        )
     return _stream(opt.model, (opt,), which, full, managed_only, tied, copy)
 
 

@@ -9,12 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fc_optim.batches import Context, check_grad, state_work
+from fc_optim.construct import own_attributes
 from fc_optim.kernels.reference import canonical_bits
 from fc_optim.naming import STATE_KEYS
 from fc_optim.registry import Managed
-
-# Not the twin's: what it is given for each step, and the methods that were taken over.
-_NOT_CLONED = ("param_groups", "state", "step", "load_state_dict")
 
 
 class BaseStep:
@@ -125,11 +123,14 @@ class BaseStep:
 
 
 def _attributes(opt: Optimizer, replace: dict[Tensor, Tensor]) -> dict[str, Any]:
-    """An optimizer's own attributes, with tensors replaced in its lists, tuples and dicts."""
+    """An optimizer's own attributes, with tensors replaced in its lists, tuples and dicts.
+
+    Not its groups and state, which the twin is given for each step.
+    """
     return {
         key: _replaced(value, replace)
-        for key, value in vars(opt).items()
-        if key not in _NOT_CLONED and not key.endswith("_hooks")
+        for key, value in own_attributes(opt).items()
+        if key not in ("param_groups", "state")
     }
 
 

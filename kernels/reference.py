@@ -53,14 +53,14 @@ def random_words(
     segment: Segment, *, seed: int, t: int, stream: int = 0, device: torch.device | str = "cpu"
 ) -> Tensor:
     """The 16-bit random words of a segment's elements, in local order: int32 `[numel]`."""
-    columns = torch.arange(segment.inner, device=device, dtype=torch.int64)
-    rows = torch.arange(segment.rows, device=device, dtype=torch.int64) * segment.row_stride
     if segment.rows == 1 and segment.inner:  # a contiguous run: one Philox call for 8 elements
         lane = segment.base & 7
         g = torch.arange(segment.base >> 3, (segment.base + segment.inner + 7) >> 3, device=device)
         words = torch.stack(_philox_of_groups(g, segment.param_id, seed, t, stream), dim=-1)
         pair = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten().to(torch.int32)
         return pair[lane : lane + segment.inner]
+    columns = torch.arange(segment.inner, device=device, dtype=torch.int64)
+    rows = torch.arange(segment.rows, device=device, dtype=torch.int64) * segment.row_stride
     e = (segment.base + rows[:, None] + columns).flatten()
     return random_words_at(e, param_id=segment.param_id, seed=seed, t=t, stream=stream)
 

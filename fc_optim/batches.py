@@ -1,27 +1,32 @@
 """From parameters and their state to the batches that kernels take, and back."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fc_optim.collectives import gather, take
 from fc_optim.kernels.backends import Backend
-from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper, Segment
+from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper
 from fc_optim.kernels.reference import canonical_bits
 from fc_optim.muon import lr_ratio, orthogonalise
 from fc_optim.registry import CONTAINER_DTYPES, Managed, check_dtype
+from fc_optim.shards import like, local, local_grad, placements
 
 
 @dataclass(slots=True)
 class Work:
-    """A batch, the parameters it came from, and the backend that will run it."""
+    """A batch, the parameters it came from, and the backend that will run it.
+
+    Those without an element here (empty, or on other ranks) are not in the batch: `idle`.
+    """
 
     batch: Batch
     entries: list[Managed]
     backend: Backend
+    idle: list[Managed] = field(default_factory=list)
 
     def round(self) -> None:
         """containers <- stochastic rounding of the masters."""
@@ -31,14 +36,35 @@ class Work:
     def step(self) -> None:
         """One step of the batch's algorithm, ending with the shadow."""
         batch = self.batch
-        if batch.muon_hypers:
-            self.backend.muon_momentum_(batch)
-            pairs = zip(batch.updates, self.entries, strict=True)
-            batch.updates = [orthogonalise(u, e.group) for u, e in pairs]
-            self.backend.muon_update_(batch)
-        else:
+        if "momentum_buffer" in _moments((self.entries or self.idle)[0]):
+            if self.entries:
+                self.backend.muon_momentum_(batch)
+            self._orthogonalise()
+            if self.entries:
+                self.backend.muon_update_(batch)
+        elif self.entries:
             self.backend.adam_(batch)
         self._write_back()
+        for e in self.idle:
+            taken = 1 if batch.found_inf is None else 1 - batch.found_inf.reshape(())
+            e.state[step_key(e, fused=True)] += taken
+
+    def _orthogonalise(self) -> None:
+        """updates <- this rank's part of Newton-Schulz of the whole matrices.
+
+        Every rank of a matrix's groups takes part, those without a row of it as well.
+        """
+        parts = {id(e): u for e, u in zip(self.entries, self.batch.updates, strict=True)}
+        for e in sorted(self.entries + self.idle, key=lambda e: e.slot.ids):
+            (piece,), groups = e.slot.layout.pieces, e.slot.layout.groups
+            part = parts.get(id(e))
+            flat = e.local.new_empty(0, dtype=torch.bfloat16) if part is None else part.view(-1)
+            whole = flat.view(-1)
+            if groups:
+                (whole,) = gather([(flat, piece, torch.bfloat16)], groups)
+            if part is not None:
+                done = orthogonalise(whole.view(piece.shape).to(flat.device), e.group)
+                take(done.view(-1), piece.segments, out=flat)
 
     def adopt(self, flags: Tensor) -> Tensor:
         """In flagged tensors, masters <- foreign elements, and their shadow; int64 counts."""
@@ -49,8 +75,8 @@ class Work:
     def _write_back(self) -> None:
         """Copy containers that had to be staged (strided, or state on another device)."""
         for entry, container in zip(self.entries, self.batch.containers, strict=True):
-            if container.data_ptr() != entry.param.data_ptr():
-                entry.param.detach().copy_(container)
+            if container.data_ptr() != entry.local.data_ptr():
+                entry.local.copy_(container)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +91,17 @@ class Context:
 
 
 def new_master(param: Tensor) -> Tensor:
-    """A contiguous fp32 copy of a parameter, canonical: the caller owns it."""
-    master = param.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    bits = master.view(torch.int32)
+    """A contiguous fp32 copy of a parameter, canonical and sharded as it is: the caller owns it."""
+    part = local(param)
+    master = part.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    make_canonical(master)
+    return like(param, master)
+
+
+def make_canonical(master: Tensor) -> None:
+    """In place: NaNs and magnitudes as masters store them (see `reference.canonical_bits`)."""
+    bits = local(master).view(torch.int32)
     bits.copy_(canonical_bits(bits))
-    return master
 
 
 def step_key(entry: Managed, fused: bool) -> str:
@@ -95,20 +127,27 @@ def complete_state(entry: Managed, fused: bool) -> None:
     for key in _moments(entry) if fused else ():
         value = state.get(key)
         if value is None:
-            state[key] = torch.zeros_like(master)
+            state[key] = like(entry.param, torch.zeros_like(local(master)))
             continue
         check_shape(key, value, entry.slot.name, entry.param)
         if value.dtype != torch.float32 or not value.is_contiguous():
-            state[key] = value.to(torch.float32, memory_format=torch.contiguous_format)
+            state[key] = value.to(torch.float32).contiguous()
 
 
 def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
-    """Raise ValueError unless a state tensor has its parameter's shape: kernels do not check."""
+    """Raise ValueError unless a state tensor is shaped and cut as its parameter."""
     if value.shape != param.shape:
         raise ValueError(
             f"state: the {key} of {name!r} has shape {tuple(value.shape)}, the parameter "
             f"{tuple(param.shape)}: the state is of another model or another order of parameters, "
             "or the parameter was replaced. Load the state that fits, or build a new optimizer."
+        )
+    mine, theirs = placements(param), placements(value)
+    if mine != theirs:
+        raise ValueError(
+            f"state: the {key} of {name!r} is cut as {theirs or 'a plain tensor'}, the parameter "
+            f"as {mine or 'a plain tensor'}: load it with torch.distributed.checkpoint, which "
+            "cuts it anew."
         )
 
 
@@ -143,11 +182,11 @@ def state_work(
         return (e.state["master"].device, e.param.dtype)
 
     works = []
-    for (device, dtype), part in _grouped(entries, key):
+    for (device, dtype), part in _grouped((e for e in entries if e.local.numel()), key):
         batch = Batch(
-            containers=[_container(e.param, device, empty=scratch) for e in part],
-            masters=[e.state["master"] for e in part],
-            segments=[_segments(e) for e in part],
+            containers=[_container(e.local, device, empty=scratch) for e in part],
+            masters=[local(e.state["master"]) for e in part],
+            segments=[e.slot.segments for e in part],
             steps=[e.state[step_key(e, context.fused)].to(device) for e in part],
             seed=context.seed,
             epoch=context.epoch,
@@ -171,36 +210,44 @@ def update_work(
         return (e.param.device, e.param.dtype, e.param.grad.dtype, _moments(e))
 
     works = []
-    for keys, part in _grouped((e for e in entries if e.param.grad is not None), key):
+    for keys, everyone in _grouped((e for e in entries if e.param.grad is not None), key):
         device, moments = keys[0], keys[-1]
-        for e in part:
+        for e in everyone:
             check_grad(e)
             complete_state(e, fused=True)
             _to_device(e.state, device)
+        grads = [local_grad(e.param) for e in everyone]  # of idle ones as well: may communicate
+        part = [e for e in everyone if e.local.numel()]
         batch = Batch(
-            containers=[_container(e.param, device) for e in part],
-            masters=[e.state["master"] for e in part],
-            segments=[_segments(e) for e in part],
+            containers=[_container(e.local, device) for e in part],
+            masters=[local(e.state["master"]) for e in part],
+            segments=[e.slot.segments for e in part],
             steps=[e.state[step_key(e, fused=True)] for e in part],
             seed=context.seed,
             epoch=context.epoch,
-            grads=[_dense(e.param.grad) for e in part if e.param.grad is not None],
+            grads=[_dense(grad) for grad in grads if grad.numel()],
             grad_scale=_scalar_on(grad_scale, device),
             found_inf=_scalar_on(found_inf, device),
             cache=context.caches.setdefault(keys, {}),
             shared=context.caches.setdefault(device, {}),
         )
         for name in moments:
-            setattr(batch, f"{name}s", [e.state[name] for e in part])
+            setattr(batch, f"{name}s", [local(e.state[name]) for e in part])
         if "momentum_buffer" in moments:
             batch.updates = [torch.empty_like(m, dtype=torch.bfloat16) for m in batch.masters]
-            batch.muon_hypers = [_muon_hyper(e.group, e.param.shape) for e in part]
+            batch.muon_hypers = [_muon_hyper(e.group, _shape(e)) for e in part]
         else:
             groups = {id(e.group): e.group for e in part}
             hypers = {key: _adam_hyper(group) for key, group in groups.items()}
             batch.hypers = [hypers[id(e.group)] for e in part]
-        works.append(Work(batch, part, context.backend_for(device)))
+        idle = [e for e in everyone if not e.local.numel()]
+        works.append(Work(batch, part, context.backend_for(device), idle))
     return works
+
+
+def _shape(entry: Managed) -> torch.Size:
+    """The shape of the unsharded parameter."""
+    return entry.slot.layout.pieces[0].shape
 
 
 def _grouped(
@@ -211,8 +258,7 @@ def _grouped(
         if entry.param.dtype not in CONTAINER_DTYPES:  # the rest was checked with its master
             check_dtype(entry.param, entry.slot.name)
         _check_master(entry)
-        if entry.param.numel():
-            groups.setdefault(key(entry), []).append(entry)
+        groups.setdefault(key(entry), []).append(entry)
     yield from groups.items()
 
 
@@ -239,21 +285,12 @@ def _muon_hyper(group: dict[str, Any], shape: torch.Size) -> MuonHyper:
     )
 
 
-def _segments(entry: Managed) -> tuple[Segment, ...]:
-    return _whole(entry.slot.param_id, entry.param.numel())
-
-
-@functools.lru_cache(maxsize=100_000)  # made for every parameter twice a step
-def _whole(param_id: int, numel: int) -> tuple[Segment, ...]:
-    return (Segment.whole(param_id, numel),)
-
-
-def _container(param: Tensor, device: torch.device, empty: bool = False) -> Tensor:
+def _container(part: Tensor, device: torch.device, empty: bool = False) -> Tensor:
     if empty:
-        return torch.empty(param.shape, dtype=param.dtype, device=device)
-    if param.device == device and param.is_contiguous():
-        return param.detach()
-    return param.detach().to(device).contiguous()
+        return torch.empty(part.shape, dtype=part.dtype, device=device)
+    if part.device == device and part.is_contiguous():
+        return part
+    return part.to(device).contiguous()
 
 
 def _to_device(state: dict[str, Any], device: torch.device) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fc_optim import foreign
+from fc_optim import foreign, shards
 from fc_optim.batches import check_shape, complete_state, state_work
+from fc_optim.collectives import take
 from fc_optim.naming import GROUP_KEYS, STATE_KEYS
 from fc_optim.registry import Managed
 
@@ -59,6 +60,7 @@ def to_torch_state_dict(opt: "FairCastOptimizer") -> StateDict:
 def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
     """`load_state_dict` without its hooks: validate everything, then change things."""
     saved_groups, by_param = _matched(opt, state_dict)
+    by_param = {p: _cut(p, entry) for p, entry in by_param.items()}
     for i, (group, saved) in enumerate(zip(opt.param_groups, saved_groups, strict=True)):
         _check_group(i, group, saved)
     for p, entry in by_param.items():
@@ -97,12 +99,12 @@ def rewrite(opt: "FairCastOptimizer", entries: list[Managed]) -> tuple[int, int]
     for entry in entries:  # one at a time: the old values are kept beside the new ones
         if entry.param.is_meta:
             continue
-        old = entry.param.detach().clone()
+        old = entry.local.clone()
         for work in state_work(opt.context(), [entry]):
             work.round()
-        changed.append(foreign.differing_words(old, entry.param))
+        changed.append(foreign.differing_words(old, entry.local))
         total += old.numel()
-    foreign.record(e for e in entries if not e.param.is_meta)
+    opt.wrote([e for e in entries if not e.param.is_meta])
     return int(sum(c.item() for c in changed)), total
 
 
@@ -110,10 +112,14 @@ def _adopt_ids(opt: "FairCastOptimizer") -> list[Managed]:
     """Take the loaded identities; returns the parameters that have a master."""
     entries = [e for e in opt.managed() if "master" in e.state]
     for e in entries:
-        if "param_id" in e.state:
-            e.slot.param_id = int(e.state["param_id"])
+        if len(e.slot.ids) > 1:
+            e.state.pop("param_id", None)
+        elif "param_id" in e.state:
+            e.slot.ids = (int(e.state["param_id"]),)
         else:
             e.state["param_id"] = id_tensor(e.slot.param_id)
+    opt.registry.lay_out(entries)
+    for e in entries:
         complete_state(e, opt.fused)
     return entries
 
@@ -142,6 +148,23 @@ def _matched(
     )
     entries = state_dict["state"]
     return saved, {p: entries[k] for k, p in pairs if k in entries}
+
+
+def _cut(param: Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry of a sharded parameter, with this rank's part in place of whole tensors."""
+    if not shards.is_dtensor(param):
+        return entry
+    (piece,) = shards.layout_of(param, {}, "").pieces
+
+    def part(key: str, value: Any) -> Any:
+        whole = isinstance(value, Tensor) and not shards.is_dtensor(value)
+        if not whole or key not in _PARAMETER_SHAPED or value.shape != param.shape:
+            return value
+        own = value.new_empty(shards.local(param).shape)
+        take(value.detach().contiguous().view(-1), piece.segments, out=own.view(-1))
+        return shards.like(param, own)
+
+    return {k: part(k, v) for k, v in entry.items()}
 
 
 def _check_group(i: int, mine: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -214,7 +237,14 @@ def _load_entry(
                 value = value.to(torch.float32)
         # torch keeps the step of an unfused optimizer where it is; ids are only read on the host.
         stays = param.is_meta or key == "param_id" or (key == "step" and not fused)
-        new[key] = _load_value(None if stays else param.device, old.get(key), value)
+        device = None if stays else param.device
+        if shards.is_dtensor(value) and old.get(key) is not value:
+            mine = old.get(key)
+            mine = None if mine is None else shards.local(mine)
+            own = _load_value(device, mine, shards.local(value))
+            new[key] = shards.like(param, own)
+        else:
+            new[key] = _load_value(device, old.get(key), value)
     return new
 
 

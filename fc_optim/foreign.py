@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fc_optim.batches import Context, Work, state_work
+from fc_optim.collectives import anywhere
 from fc_optim.registry import Managed
+from fc_optim.shards import Group, is_dtensor
 
 REMEDIES = (
     "call adopt_weights() to make the new values the masters, or restore_weights() to put the "
@@ -25,9 +27,10 @@ def record(entries: Iterable[Managed]) -> None:
     """Note that these parameters hold their shadow now; bumps their version counters."""
     entries = list(entries)
     # Kernels write through raw pointers: autograd must learn of it (saved tensors are stale).
-    torch.autograd.graph.increment_version([e.param for e in entries])
+    sharded = [e.local for e in entries if is_dtensor(e.param)]
+    torch.autograd.graph.increment_version([e.param for e in entries] + sharded)
     for e in entries:
-        e.slot.seen = _fingerprint(e.param)
+        e.slot.seen = _fingerprint(e)
 
 
 class ForeignWrites:
@@ -67,17 +70,27 @@ class ForeignWrites:
         if warn:
             _warn(adopted)
 
-    def refuse(self, context: Context, entries: Sequence[Managed], action: str) -> None:
-        """Raise RuntimeError if a container is not its master's shadow."""
+    def refuse(
+        self,
+        context: Context,
+        entries: Sequence[Managed],
+        action: str,
+        groups: Sequence[Group] = (),
+    ) -> None:
+        """Raise RuntimeError if a container is not its master's shadow.
+
+        With `groups`, on all their ranks if it is so on one: else the others would wait for it.
+        """
         self._warn_pending(wait=True)
         suspects: list[Managed] = []
         for work in state_work(context, entries):
             flags = work.backend.flag_foreign(work.batch).tolist()
             suspects += [e for e, f in zip(work.entries, flags, strict=True) if f or _moved(e)]
         found = list(self.compare(context, suspects))
-        if found:
+        if anywhere(bool(found), groups):
+            what = _listed(found) if found else "parameters of other ranks"
             raise RuntimeError(
-                f"{action}: {_listed(found)} changed since the optimizer last wrote: {REMEDIES}. "
+                f"{action}: {what} changed since the optimizer last wrote: {REMEDIES}. "
                 "(The next step() would adopt them.)"
             )
 
@@ -90,7 +103,7 @@ class ForeignWrites:
                 if count:
                     found[entry.slot.name] = count
                 else:
-                    entry.slot.seen = _fingerprint(entry.param)
+                    entry.slot.seen = _fingerprint(entry)
         return found
 
     def _warn_pending(self, *, wait: bool) -> None:
@@ -102,12 +115,14 @@ class ForeignWrites:
             _warn(_changed(counts, names))
 
 
-def _fingerprint(param: Tensor) -> tuple[Any, ...]:
-    return (param._version, param.data_ptr(), param.dtype)
+def _fingerprint(entry: Managed) -> tuple[Any, ...]:
+    """A DTensor has two version counters: its own, and that of its local tensor."""
+    param, part = entry.param, entry.local
+    return (param._version, part._version, part.data_ptr(), part.dtype)
 
 
 def _moved(entry: Managed) -> bool:
-    return entry.slot.seen != _fingerprint(entry.param)
+    return entry.slot.seen != _fingerprint(entry)
 
 
 def differing_words(a: Tensor, b: Tensor) -> Tensor:
@@ -119,7 +134,7 @@ def differing_words(a: Tensor, b: Tensor) -> Tensor:
 
 def _differing(work: Work) -> int:
     work.backend.round_(work.batch)  # into scratch, not into the parameter
-    return int(differing_words(work.entries[0].param, work.batch.containers[0]))
+    return int(differing_words(work.entries[0].local, work.batch.containers[0]))
 
 
 def _read_later(counts: Tensor, names: list[str]) -> tuple[Tensor, list[str], Any]:

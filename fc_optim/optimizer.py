@@ -2,14 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fc_optim import checkpoint, construct, foreign, serving
+from fc_optim import checkpoint, construct, digests, foreign, serving, shards
 from fc_optim.batches import (
     Context,
     complete_state,
@@ -17,6 +17,7 @@ from fc_optim.batches import (
     state_work,
     update_work,
 )
+from fc_optim.collectives import refuse_disagreement
 from fc_optim.copying import Copying
 from fc_optim.kernels.backends import backend_for
 from fc_optim.registry import Managed, Registry, check_dtype
@@ -85,7 +86,7 @@ class FairCastOptimizer(Copying):
         self._base = inner
         self._epoch = self._served_version = 0
         self.was_bound = False
-        self._registry = Registry()
+        self.registry = Registry()
         self._reset_transient(inner)
         # As unpickling does: hooks, profiling, and the base's own groups and state.
         Optimizer.__setstate__(
@@ -123,7 +124,7 @@ class FairCastOptimizer(Copying):
                     self.param_groups, self.state, entries, self.context(), closure, scale
                 )
         finally:  # an exception may have come after some of the weights were written
-            foreign.record(entries)
+            self.wrote(entries)
             self._served_version += 1
         self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
@@ -158,7 +159,9 @@ class FairCastOptimizer(Copying):
         """
         self._check_free("publish()")
         self._make_masters()
-        self._foreign.refuse(self.context(), self.managed(), "publish()")
+        self._agree()
+        groups = self.registry.groups(replicas=False)
+        self._foreign.refuse(self.context(), self.managed(), "publish()", groups)
         if redraw and self.dither == "sync":
             self._epoch += 1
             self._served_version += 1
@@ -170,6 +173,7 @@ class FairCastOptimizer(Copying):
         managed_only: bool = False,
         tied: str = "once",
         copy: bool = False,
+        bucket_bytes: int | None = None,
     ) -> serving.NamedTensors:
         """Iterate over (name, tensor) as the rollout engine is to hold them.
 
@@ -178,17 +182,26 @@ class FairCastOptimizer(Copying):
         wrapper prefixes.
 
         Args:
-            full: whole parameters (False: this rank's shards). The same on one process.
+            full: whole parameters, gathered one at a time: every rank iterates to the end. False:
+                this rank's shards (flat runs of a flat parameter).
             managed_only: leave out frozen and excluded parameters.
             tied: "once" gives a tied parameter under its first name, "all" under each.
             copy: give tensors of their own memory.
+            bucket_bytes: gather as many sharded parameters at once as fit in this.
 
         With dither "sync", call `publish(redraw=True)` right before. The tensors are read-only and
         valid until the next `step()`, unless `copy`. The iterator raises RuntimeError when it is
-        resumed after a step. Draws no random numbers.
+        resumed after a step. Draws no random numbers. It keeps no reference to what it gave, so
+        beside the shards there is one whole parameter, or bucket, for each that the reader holds.
         """
         return serving.stream(
-            self, "served", full=full, managed_only=managed_only, tied=tied, copy=copy
+            self,
+            "served",
+            full=full,
+            managed_only=managed_only,
+            tied=tied,
+            copy=copy,
+            bucket_bytes=bucket_bytes,
         )
 
     def master_params(
@@ -197,10 +210,17 @@ class FairCastOptimizer(Copying):
         managed_only: bool = False,
         tied: str = "once",
         copy: bool = False,
+        bucket_bytes: int | None = None,
     ) -> serving.NamedTensors:
         """As `served_params`, with the fp32 masters in place of their shadows."""
         return serving.stream(
-            self, "master", full=full, managed_only=managed_only, tied=tied, copy=copy
+            self,
+            "master",
+            full=full,
+            managed_only=managed_only,
+            tied=tied,
+            copy=copy,
+            bucket_bytes=bucket_bytes,
         )
 
     def masters_in_model(self) -> contextlib.AbstractContextManager[None]:
@@ -227,9 +247,12 @@ class FairCastOptimizer(Copying):
         """Counts the versions of the served weights: +1 per `step()` and per redraw. Saved."""
         return self._served_version
 
-    def served_digest(self) -> serving.Digest:
-        """The digest of `served_params()`; `fc_optim.digest` is the receiver's side."""
-        return serving.digest(self.served_params())
+    def served_digest(self) -> digests.Digest:
+        """The digest of `served_params()`; `fc_optim.digest` is the receiver's side.
+
+        Computed shard by shard: every rank calls it, nothing is gathered.
+        """
+        return digests.sharded_digest(serving.list_items(self.bound_model(), (self,), "served"))
 
     # -- foreign writes ------------------------------------------------------------------------
 
@@ -259,10 +282,36 @@ class FairCastOptimizer(Copying):
 
         Raises ValueError if the optimizer trains none of the model's parameters. Returns self.
         """
-        self._registry.bind(self.param_groups, model)
+        self.registry.bind(self.param_groups, model)
         self.was_bound = True
         self.model = model
+        self._agreed = False  # the model knows of more ranks
         return self
+
+    def declare_flat(
+        self, param: Tensor, pieces: Sequence[shards.FlatPiece], groups: Sequence[Any] = ()
+    ) -> None:
+        """Say which parameters a flat buffer holds, before its first step.
+
+        Random bits and names are then those of the parameters, as if nothing had been flattened.
+
+        Args:
+            param: a flat parameter of this optimizer, 1-D, as ZeRO and Megatron make them.
+            pieces: one per parameter that it is made of, in the same order on every rank of the
+                groups; `length` is 0 where this rank has none of it.
+            groups: process groups whose buffers together hold the whole parameters.
+
+        Raises ValueError for an unknown parameter, a piece out of bounds, a name that comes twice.
+        """
+        self.registry.declare_flat(self.param_groups, param, pieces, groups)
+
+    def bound_model(self) -> nn.Module | None:
+        """The model that was bound. Raises RuntimeError if one was, before pickling."""
+        if self.was_bound and self.model is None:
+            raise RuntimeError(
+                "a pickled optimizer does not carry its model: call bind(model) before serving."
+            )
+        return self.model
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Masters of the new parameters are made at the next publish or step."""
@@ -276,11 +325,11 @@ class FairCastOptimizer(Copying):
 
     def managed(self) -> list[Managed]:
         """The parameters under management, in group order."""
-        return self._registry.managed(self.param_groups, self.state)
+        return self.registry.managed(self.param_groups, self.state)
 
     def name_of(self, param: Tensor) -> str:
         """The label of a parameter of this optimizer."""
-        return self._registry.name_of(self.param_groups, param)
+        return self.registry.name_of(self.param_groups, param)
 
     def context(self) -> Context:
         """What the kernels' batches share."""
@@ -299,7 +348,7 @@ class FairCastOptimizer(Copying):
         self._stamp(group)
         if group.get("differentiable"):
             raise ValueError("differentiable: True is not supported; masters are no graph nodes.")
-        self._registry.admit(group)
+        self.registry.admit(group)
         self._want_fp32_grads(group)
 
     def _want_fp32_grads(self, group: dict[str, Any]) -> None:
@@ -317,14 +366,16 @@ class FairCastOptimizer(Copying):
         new = [e for e in self.managed() if "master" not in e.state]
         if not new:
             return
-        self._registry.refuse_orphans(self.param_groups, self.state)
+        self.registry.refuse_orphans(self.param_groups, self.state)
         for e in new:
             check_dtype(e.param, e.slot.name)
-        self._registry.refuse_shared(self.managed())
+        self.registry.refuse_shared(self.managed())
+        self.registry.lay_out(new)
         for e in new:
             e.state = self.state.setdefault(e.param, {})
             e.state["master"] = new_master(e.param)
-            e.state["param_id"] = checkpoint.id_tensor(e.slot.param_id)
+            if len(e.slot.ids) == 1:  # those of a flat parameter follow from its names
+                e.state["param_id"] = checkpoint.id_tensor(e.slot.param_id)
             complete_state(e, self.fused)
         for group in self.param_groups:
             self._want_fp32_grads(group)
@@ -334,7 +385,21 @@ class FairCastOptimizer(Copying):
     def _round(self, entries: list[Managed]) -> None:
         for work in state_work(self.context(), entries):
             work.round()
+        self.wrote(entries)
+
+    def wrote(self, entries: list[Managed]) -> None:
+        """The parameters hold their shadow now."""
         foreign.record(entries)
+        shards.reshard(self.model)
+
+    def _agree(self) -> None:
+        """Once: compare with the other ranks what the shadow depends on."""
+        if not self._agreed:
+            ids = [e.slot.ids for e in self.managed()]
+            options = {"seed": self.seed, "dither": self.dither, "epoch": self._epoch}
+            options |= {"rounding_scheme": checkpoint.ROUNDING_SCHEME, "parameter names": ids}
+            refuse_disagreement(options, self.registry.groups(replicas=True))
+            self._agreed = True
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -387,6 +452,7 @@ class FairCastOptimizer(Copying):
                     "every group of the state dict before loading.", key, theirs, mine,
                 )  # fmt: skip
         self._seed, self._dither, self._epoch = int(seed), dither, int(epoch)
+        self._agreed = False
         # Monotonic: going back to an older state in this process is a new version for an engine.
         older = int(served_version) < self._served_version
         self._served_version = self._served_version + 1 if older else int(served_version)
@@ -401,6 +467,7 @@ class FairCastOptimizer(Copying):
         self._caches: dict[Any, dict[Any, Any]] = {}
         self.model = None
         self._busy: str | None = None
+        self._agreed = False
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Which parameters are managed, and under which identity and name."""
+"""Which parameters are managed, under which identity and name, and where their shards sit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fc_optim import shards
+from fc_optim.kernels.batch import Segment
 from fc_optim.naming import clean_name, param_id
+from fc_optim.shards import FlatPiece, Group, Layout, is_dtensor
 
 CONTAINER_DTYPES = (torch.bfloat16, torch.float32)
+FLAT = "_flat_param"  # FSDP1's name for a flat parameter, in place of its originals' names
 
 Groups = Sequence[dict[str, Any]]
 
@@ -19,13 +23,39 @@ class Slot:
     """A place in a parameter group: its identity and its label, whichever tensor is there now.
 
     Frameworks swap parameters after the optimizer was built; the identity stays with the place.
+    `ids` and `names` have one entry per original parameter: several for a flat parameter.
     `seen` is the parameter's fingerprint after the optimizer last wrote it (see `foreign`).
     """
 
-    param_id: int
+    ids: tuple[int, ...]
+    names: tuple[str, ...]
     name: str
     seen: tuple[Any, ...] | None = None
     bound: bool = False  # the label is that of the bound model
+    _cut: tuple[Any, ...] = (None, None, (), ())  # the tensor and ids that the rest is of
+
+    @property
+    def param_id(self) -> int:
+        """The identity of a parameter that is not flat."""
+        return self.ids[0]
+
+    def forget(self) -> None:
+        """Find out anew at the next `cut` how the parameter is cut."""
+        self._cut = (None, None, (), ())
+
+    def cut(self, param: Tensor, known: Mapping[Tensor, Layout]) -> None:
+        """Find out how `param`, the tensor that is here now, is cut."""
+        if self._cut[0] is not param or self._cut[2] != self.ids:
+            layout = shards.layout_of(param, known, self.name)
+            self._cut = param, layout, self.ids, layout.segments(self.ids)
+
+    @property
+    def layout(self) -> Layout:
+        return self._cut[1]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self._cut[3]
 
 
 @dataclass(slots=True)
@@ -33,6 +63,7 @@ class Managed:
     """A parameter that is served through stochastic rounding, with everything it needs."""
 
     param: Tensor
+    local: Tensor  # this rank's part of it: what kernels write
     state: dict[str, Any]
     group: dict[str, Any]
     slot: Slot
@@ -43,6 +74,8 @@ class Registry:
 
     def __init__(self) -> None:
         self._slots: list[list[Slot]] = []
+        self.known: dict[Tensor, Layout] = {}  # layouts that the tensors themselves do not show
+        self._ddp: list[Group] = []
 
     def admit(self, group: dict[str, Any]) -> None:
         """Give the parameters of a new last group their identities.
@@ -67,7 +100,7 @@ class Registry:
             taken.add(name)
             if group["served_dtype"] is not None and p.requires_grad:
                 check_dtype(p, name)
-        self._slots.append([Slot(param_id(name), name) for name in names])
+        self._slots.append([_slot(name, p) for name, p in zip(names, params, strict=True)])
 
     def places(self, groups: Groups) -> Iterator[tuple[dict[str, Any], Tensor, Slot]]:
         """Every (group, parameter, slot), in group order."""
@@ -87,8 +120,33 @@ class Registry:
         for group, p, slot in self.places(groups):
             own = state.get(p, {})
             if group["served_dtype"] is not None and (p.requires_grad or "master" in own):
-                entries.append(Managed(p, own, group, slot))
+                entries.append(Managed(p, shards.local(p), own, group, slot))
+                if own:
+                    slot.cut(p, self.known)
         return entries
+
+    def lay_out(self, entries: Sequence[Managed]) -> None:
+        """Find how new parameters are cut. Raises TypeError or RuntimeError if one cannot be."""
+        for e in entries:
+            e.slot.cut(e.param, self.known)
+            if e.group["algorithm"] == "muon" and e.slot.layout.groups and not is_dtensor(e.param):
+                raise TypeError(
+                    f"parameter {e.slot.name!r} is part of a flat buffer, which cuts matrices "
+                    "anywhere: Muon needs whole ones. Use fully_shard (FSDP2), or Adam."
+                )
+            held, expected = e.local.numel(), sum(s.numel for s in e.slot.segments)
+            padded = hasattr(e.param, "_is_flat_param") or e.param in self.known
+            if held < expected or (held > expected and not padded):
+                raise RuntimeError(
+                    f"parameter {e.slot.name!r} has {held} elements here, its shard has "
+                    f"{expected}: leave summon_full_params() and the like first."
+                )
+
+    def groups(self, *, replicas: bool) -> list[Group]:
+        """The process groups that hold the rest of any parameter; or copies too, `replicas`."""
+        layouts = [slot.layout for slots in self._slots for slot in slots if slot.layout]
+        groups = shards.groups_of(layouts, replicas=replicas)
+        return groups + [g for g in self._ddp if replicas and g not in groups]
 
     def refuse_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
         """Raise RuntimeError if masters belong to parameters that are in no group any more."""
@@ -105,10 +163,10 @@ class Registry:
         """Raise ValueError if two parameters share memory: each would undo the other's step."""
         owner: dict[int, str] = {}
         for e in entries:
-            address = e.param.data_ptr()
+            address = e.local.data_ptr()
             if (
                 address
-                and e.param.numel()
+                and e.local.numel()
                 and owner.setdefault(address, e.slot.name) != e.slot.name
             ):
                 raise ValueError(
@@ -118,6 +176,26 @@ class Registry:
 
     def name_of(self, groups: Groups, param: Tensor) -> str:
         return next(slot.name for _, p, slot in self.places(groups) if p is param)
+
+    def declare_flat(
+        self, groups: Groups, param: Tensor, pieces: Sequence[FlatPiece], over: Sequence[Group]
+    ) -> None:
+        """See `FairCastOptimizer.declare_flat`."""
+        slot = next((slot for _, p, slot in self.places(groups) if p is param), None)
+        if slot is None:
+            raise ValueError("param: it is in none of the optimizer's groups.")
+        end = max((p.offset + p.length for p in pieces), default=0)
+        if end > param.numel():
+            raise ValueError(
+                f"pieces: they end at element {end}, the buffer has {param.numel()}: offset and "
+                "length are of this rank's buffer."
+            )
+        names = tuple(clean_name(p.name) for p in pieces)
+        if len(set(names)) != len(names):
+            raise ValueError("pieces: a name comes twice; a buffer holds one run of a parameter.")
+        self.known[param] = shards.flat_layout(pieces, over)
+        slot.ids, slot.names = tuple(map(param_id, names)), names
+        slot.forget()
 
     def bind(self, groups: Groups, model: nn.Module) -> None:
         """Take labels from `model`; identities stay. Raises ValueError if it shares nothing."""
@@ -130,14 +208,42 @@ class Registry:
                 "model: the optimizer trains none of its parameters; bind the model whose "
                 "parameters the optimizer was built from."
             )
+        self.known.update(shards.fsdp1_layouts(model))
+        self._ddp = shards.ddp_groups(model)
         for tensor, slot in places:
-            slot.name, slot.bound = names.get(tensor, slot.name), tensor in names
+            slot.bound = tensor in names
+            if slot.bound:
+                slot.name = names[tensor]
+                slot.names = tuple(own for own, _ in names_in(slot.name, tensor))
+            slot.forget()
 
-    def __getstate__(self) -> list[list[tuple[int, str]]]:
-        return [[(s.param_id, s.name) for s in slots] for slots in self._slots]
+    def __getstate__(self) -> list[list[tuple[Any, ...]]]:
+        return [[(s.ids, s.names, s.name) for s in slots] for slots in self._slots]
 
-    def __setstate__(self, state: list[list[tuple[int, str]]]) -> None:
-        self._slots = [[Slot(*pair) for pair in slots] for slots in state]
+    def __setstate__(self, state: list[list[tuple[Any, ...]]]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self._slots = [[Slot(*fields) for fields in slots] for slots in state]
+
+
+def names_in(name: str, param: Any, aliases: bool = False) -> list[tuple[str, int]]:
+    """The unsharded parameters that one parameter holds: (name, number of its piece).
+
+    Several in a flat parameter of FSDP1; with `aliases`, those tied to them as well.
+    """
+    if not hasattr(param, "_is_flat_param"):
+        return [(name, 0)]
+    prefix = name.removesuffix(FLAT) if name.endswith(FLAT) else name + "."
+    found = [(fqn, i) for i, fqn in enumerate(param._fqns)]
+    for tied in param._shared_param_infos if aliases else ():
+        first = f"{tied.prim_module_name}.{tied.prim_param_name}".removeprefix(".")
+        alias = f"{tied.module_name}.{tied.param_name}".removeprefix(".")
+        found.append((alias, param._fqns.index(first)))
+    return [(clean_name(prefix + fqn), i) for fqn, i in found]
+
+
+def _slot(name: str, param: Tensor) -> Slot:
+    names = tuple(own for own, _ in names_in(name, param))
+    return Slot(tuple(map(param_id, names)), names, name)
 
 
 def check_dtype(param: Tensor, name: str) -> None:
@@ -148,13 +254,9 @@ def check_dtype(param: Tensor, name: str) -> None:
             "the bf16 grid. Convert the model (model.bfloat16() or .float()), or put the parameter "
             "in a group with served_dtype=None."
         )
-    if hasattr(param, "to_local") or hasattr(param, "_is_flat_param"):
-        raise TypeError(
-            f"parameter {name!r} is a shard ({type(param).__name__}): sharded training is not "
-            "supported yet; train on one process or under DDP."
-        )
     if param.layout != torch.strided:
         raise TypeError(f"parameter {name!r} is {param.layout}: only dense parameters are served.")
+    param = shards.local(param)
     if any(stride == 0 and n > 1 for stride, n in zip(param.stride(), param.shape, strict=True)):
         raise TypeError(f"parameter {name!r} is expanded (a stride is 0): make it contiguous().")
     if param.is_inference():

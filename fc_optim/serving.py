@@ -1,26 +1,25 @@
-"""The way out: served weights, masters, digests, and fp32 copies for evaluation."""
+"""The way out: served weights and masters as a stream of named tensors, and copies to evaluate."""
 
 import contextlib
 import copy as copy_module
-import hashlib
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from fc_optim import shards
+from fc_optim.collectives import gather
 from fc_optim.naming import clean_name
-from fc_optim.registry import Managed
+from fc_optim.registry import Managed, names_in
+from fc_optim.shards import Group, Piece
 
 if TYPE_CHECKING:
     from fc_optim.optimizer import FairCastOptimizer
 
 NamedTensors = Iterator[tuple[str, Tensor]]
-
-_DIGEST_CHUNK = 1 << 20
-_MASK64 = 2**64 - 1
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def served_params(
@@ -30,62 +29,108 @@ def served_params(
     managed_only: bool = False,
     tied: str = "once",
     copy: bool = False,
+    bucket_bytes: int | None = None,
 ) -> NamedTensors:
     """The served weights of a model that several optimizers train; see
     `FairCastOptimizer.served_params` for the arguments and for who owns the tensors.
     """
     if not optimizers:
         raise ValueError("optimizers: pass at least one FairCastOptimizer.")
-    return _stream(model, optimizers, "served", full, managed_only, tied, copy)
+    items = list_items(model, optimizers, "served", managed_only=managed_only, tied=tied)
+    return _stream(items, optimizers, full=full, copy=copy, bucket_bytes=bucket_bytes)
 
 
 def stream(
-    opt: "FairCastOptimizer", which: str, *, full: bool, managed_only: bool, tied: str, copy: bool
-) -> NamedTensors:
-    """Served weights or masters of one optimizer, in the bound model's order if there is one."""
-    if opt.was_bound and opt.model is None:
-        raise RuntimeError(
-            "a pickled optimizer does not carry its model: call bind(model) before serving."
-        )
-    return _stream(opt.model, (opt,), which, full, managed_only, tied, copy)
-
-
-def _stream(
-    model: nn.Module | None,
-    optimizers: tuple["FairCastOptimizer", ...],
+    opt: "FairCastOptimizer",
     which: str,
+    *,
     full: bool,
     managed_only: bool,
     tied: str,
     copy: bool,
+    bucket_bytes: int | None,
 ) -> NamedTensors:
+    """Served weights or masters of one optimizer, in the bound model's order if there is one."""
+    items = list_items(opt.bound_model(), (opt,), which, managed_only=managed_only, tied=tied)
+    return _stream(items, (opt,), full=full, copy=copy, bucket_bytes=bucket_bytes)
+
+
+# ---- What there is to serve
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An unsharded parameter to serve: this rank's buffer with its piece, and who has the rest."""
+
+    name: str
+    part: Tensor
+    dtype: torch.dtype  # as served; the buffer may be its grid container
+    piece: Piece
+    groups: tuple[Group, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.shape.numel() * self.dtype.itemsize
+
+    def local(self) -> Tensor:
+        """This rank's elements as they are served: a view if the buffer has the dtype."""
+        part = self.part
+        if len(self.piece.segments) == 1 and self.piece.segments[0].numel != part.numel():
+            (run,) = self.piece.segments  # of a flat parameter
+            part = part.view(-1)[run.offset : run.offset + run.numel]
+        elif not self.piece.segments:
+            part = part.view(-1)[:0]
+        if not self.groups:
+            part = part.view(self.piece.shape) if part.shape != self.piece.shape else part
+        return part.to(self.dtype)  # exact: the container is on the grid
+
+
+def list_items(
+    model: nn.Module | None,
+    optimizers: Sequence["FairCastOptimizer"],
+    which: str,
+    *,
+    managed_only: bool = False,
+    tied: str = "once",
+) -> list[Item]:
+    """Publish, and list what is to be served, in the same order on every rank."""
     if tied not in ("once", "all"):
         raise ValueError(f"tied: {tied!r} is neither 'once' (first name only) nor 'all'.")
     managed: dict[Tensor, Managed] = {}
     for opt in optimizers:
         opt.publish()
         managed.update({e.param: e for e in opt.managed()})
-    named = _named(model, optimizers, tied)
+    known = {p: layout for opt in optimizers for p, layout in opt.registry.known.items()}
     if model is not None:
+        shards.reshard(model)
+        known |= shards.fsdp1_layouts(model)
         _refuse_replaced(model, managed)
-    if managed_only:
-        named = [(n, p) for n, p in named if p in managed]
-    versions = [opt.served_version for opt in optimizers]
+    items = []
+    for names, p in _named(model, optimizers, tied):
+        entry = managed.get(p)
+        if managed_only and entry is None:
+            continue
+        layout = shards.layout_of(p, known, names[0][0])
+        part, dtype = shards.local(p), p.dtype
+        if entry is not None:
+            dtype = torch.float32 if which == "master" else torch.bfloat16
+            part = shards.local(entry.state["master"]) if which == "master" else part
+        items += [Item(n, part, dtype, layout.pieces[i], layout.groups) for n, i in names]
+    return items
 
-    def generate() -> NamedTensors:
-        for name, p in named:
-            for opt, version in zip(optimizers, versions, strict=True):
-                if opt.served_version != version:
-                    raise RuntimeError(
-                        f"served_params: the optimizer went from version {version} to "
-                        f"{opt.served_version} while its weights were being read; finish the "
-                        "iteration before step() or publish(redraw=True), then start again."
-                    )
-            value = _value(managed.get(p), p, which)
-            owned = which == "served" and p in managed and p.dtype != value.dtype
-            yield name, value.clone() if copy and not owned else value
 
-    return generate()
+def _named(
+    model: nn.Module | None, optimizers: Sequence["FairCastOptimizer"], tied: str
+) -> list[tuple[list[tuple[str, int]], Tensor]]:
+    """Each parameter with the names of its pieces: (name, number of the piece)."""
+    if model is None:
+        return [
+            ([(name, i) for i, name in enumerate(slot.names)], p)
+            for opt in optimizers
+            for _, p, slot in opt.registry.places(opt.param_groups)
+        ]
+    named = model.named_parameters(remove_duplicate=tied == "once")
+    return [(names_in(clean_name(n), p, aliases=tied == "all"), p) for n, p in named]
 
 
 def _refuse_replaced(model: nn.Module, managed: dict[Tensor, Managed]) -> None:
@@ -100,72 +145,65 @@ def _refuse_replaced(model: nn.Module, managed: dict[Tensor, Managed]) -> None:
         )
 
 
-def _named(
-    model: nn.Module | None,
-    optimizers: tuple["FairCastOptimizer", ...],
-    tied: str,
-) -> list[tuple[str, Tensor]]:
-    if model is None:
-        every = (p for opt in optimizers for g in opt.param_groups for p in g["params"])
-        return [(optimizers[0].name_of(p), p) for p in every]
-    named = model.named_parameters(remove_duplicate=tied == "once")
-    return [(clean_name(n), p) for n, p in named]
+# ---- Streaming it
 
 
-def _value(entry: Managed | None, param: Tensor, which: str) -> Tensor:
-    if entry is None:
-        return param.detach()
-    if which == "master":
-        return entry.state["master"].detach()
-    return param.detach().to(torch.bfloat16)  # exact: the container is on the grid
+def _stream(
+    items: list[Item],
+    optimizers: Sequence["FairCastOptimizer"],
+    *,
+    full: bool,
+    copy: bool,
+    bucket_bytes: int | None,
+) -> NamedTensors:
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes: {bucket_bytes} is not positive; None: one at a time.")
+    versions = [opt.served_version for opt in optimizers]
+
+    def check() -> None:
+        for opt, version in zip(optimizers, versions, strict=True):
+            if opt.served_version != version:
+                raise RuntimeError(
+                    f"served_params: the optimizer went from version {version} to "
+                    f"{opt.served_version} while its weights were being read; finish the "
+                    "iteration before step() or publish(redraw=True), then start again."
+                )
+
+    def generate() -> NamedTensors:
+        for bucket in _buckets(items, bucket_bytes or 0):
+            check()
+            if full and bucket[0].groups:
+                parts = [(i.part.reshape(-1), i.piece, i.dtype) for i in bucket]
+                values = gather(parts, bucket[0].groups)[::-1]
+            else:
+                values = [_own(i) if copy else i.local() for i in bucket[::-1]]
+            for item in bucket:
+                check()
+                yield item.name, values.pop()  # not kept here: the reader alone holds it
+
+    return generate()
 
 
-class Digest(NamedTuple):
-    """A fingerprint of named weights: equal bits give equal digests (not a cryptographic hash).
+def _own(item: Item) -> Tensor:
+    value = item.local()
+    return value.clone() if value.dtype == item.part.dtype else value
 
-    Sums of 64-bit mixes over elements, modulo 2**64, so that it can be computed shard by shard.
+
+def _buckets(items: list[Item], size: int) -> Iterator[list[Item]]:
+    """Runs of items that one collective gathers: at least one, at most `size` bytes, same groups.
+
+    What this rank has whole comes one at a time.
     """
-
-    total: int
-    parameters: dict[str, int]
-
-
-def digest(named_tensors: Iterable[tuple[str, Tensor]]) -> Digest:
-    """The digest of named tensors: the receiver's side of `FairCastOptimizer.served_digest()`.
-
-    Each element contributes a mix of (name and dtype, row-major flat index, bit pattern).
-    """
-    parameters = {}
-    for name, tensor in named_tensors:
-        if name in parameters:
-            raise ValueError(f"named_tensors: {name!r} comes twice.")
-        parameters[name] = _digest_one(name, tensor)
-    return Digest(sum(parameters.values()) & _MASK64, parameters)
-
-
-def _digest_one(name: str, tensor: Tensor) -> int:
-    tensor = tensor.detach().contiguous().view(-1)
-    key = f"{name}:{str(tensor.dtype).removeprefix('torch.')}".encode()
-    seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
-    size = tensor.element_size()
-    words = tensor.view(_WORDS[size]) if size in _WORDS else torch.view_as_real(tensor).view(-1)
-    words = words.view(torch.int64) if words.is_floating_point() else words
-    total = 0
-    for start in range(0, words.numel(), _DIGEST_CHUNK):
-        part = words[start : start + _DIGEST_CHUNK].to(torch.int64)
-        if size < 8:
-            part &= (1 << 8 * size) - 1
-        index = torch.arange(start, start + part.numel(), device=part.device)
-        x = _mix(_mix(index + seed) ^ part)
-        total += int(x.sum().item())  # int64 sums wrap, which is the modulus wanted
-    return total & _MASK64
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The splitmix64 finalizer (Steele et al. 2014) in wrapping int64 arithmetic."""
-    x = (x ^ (x >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ (x >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
-    return x ^ (x >> 31 & 2**33 - 1)
+    bucket: list[Item] = []
+    room = 0
+    for item in items:
+        if bucket and (item.nbytes > room or item.groups != bucket[0].groups or not item.groups):
+            yield bucket
+            bucket = []
+        room = (room if bucket else size) - item.nbytes
+        bucket.append(item)
+    if bucket:
+        yield bucket
 
 
 @contextlib.contextmanager
@@ -213,21 +251,32 @@ def _refuse_rounding_forward(model: nn.Module | None, entries: list[Managed]) ->
         reason = "autocast is active"
     elif model is not None and any(isinstance(m, wrappers) for m in model.modules()):
         reason = "the model is under FSDP"
+    elif any(e.slot.layout.groups for e in entries):
+        reason = "parameters are sharded"
     elif any(hasattr(e.param, "ds_id") or hasattr(e.param, "_ds_tensor") for e in entries):
         reason = "the model is under DeepSpeed"
     if reason:
         raise RuntimeError(
-            f"masters_in_model(): {reason}, so the forward would round the masters to bf16. "
+            f"masters_in_model(): {reason}, so the forward would not run on fp32 masters. "
             'Use fc_optim.fp32_copy(model, optimizer, which="master") and evaluate that copy.'
         )
 
 
-def fp32_copy(model: nn.Module, opt: "FairCastOptimizer", which: str = "master") -> nn.Module:
+def fp32_copy(
+    model: nn.Module,
+    opt: "FairCastOptimizer",
+    which: str = "master",
+    into: nn.Module | None = None,
+) -> nn.Module:
     """An fp32 copy of `model` with the masters (`which="master"`) or the served weights in it.
 
     The copy owns its memory, is in eval mode and asks for no gradients; ties are kept. Both
     copies run the same kernels in the same dtype, so a difference between them is the weights'.
-    Raises ValueError for another `which`, RuntimeError if the optimizer does not train `model`.
+    A sharded model cannot be copied: pass `into`, the same model without the sharding (on every
+    rank: parameters are gathered one at a time), which is filled, and returned.
+
+    Raises ValueError for another `which` and for an `into` that lacks a parameter, RuntimeError if
+    the optimizer does not train `model`.
     """
     if which not in ("master", "served"):
         raise ValueError(f"which: {which!r} is neither 'master' nor 'served'.")
@@ -235,9 +284,32 @@ def fp32_copy(model: nn.Module, opt: "FairCastOptimizer", which: str = "master")
     managed = {e.param: e for e in opt.managed()}
     if not any(p in managed for p in model.parameters()):
         raise RuntimeError("fp32_copy: the optimizer trains none of the model's parameters.")
+    if into is not None:
+        return _fill(into, list_items(model, (opt,), which, tied="all"), (opt,))
+    if shards.fsdp1_layouts(model) or any(map(shards.is_dtensor, model.parameters())):
+        raise RuntimeError(
+            "fp32_copy: the model is sharded and cannot be copied; pass into=, a new model of the "
+            "same architecture without the sharding."
+        )
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        value = _value(managed.get(p), p, which)
+        value = managed[p].state["master"] if which == "master" and p in managed else p.detach()
         own = value.to(torch.float32 if p.is_floating_point() else p.dtype, copy=True)
         memo[id(p)] = nn.Parameter(own, requires_grad=False)
     return copy_module.deepcopy(model, memo).float().eval()
+
+
+@torch.no_grad()
+def _fill(
+    into: nn.Module, items: list[Item], optimizers: Sequence["FairCastOptimizer"]
+) -> nn.Module:
+    params = dict(
+        into.float().eval().requires_grad_(False).named_parameters(remove_duplicate=False)
+    )
+    missing = sorted(params.keys() - {i.name for i in items})
+    if missing:
+        raise ValueError(f"into: the trained model has no {', '.join(missing[:8])}.")
+    for name, value in _stream(items, optimizers, full=True, copy=False, bucket_bytes=None):
+        if name in params:
+            params[name].copy_(value)
+    return into

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fc_optim.batches import Context, check_grad, state_work
+from fc_optim.batches import Context, check_grad, make_canonical, state_work
 from fc_optim.construct import own_attributes
-from fc_optim.kernels.reference import canonical_bits
 from fc_optim.naming import STATE_KEYS
 from fc_optim.registry import Managed
 
@@ -161,7 +160,6 @@ def _publish(context: Context, entries: Iterable[Managed]) -> None:
     """containers <- stochastic rounding of the masters, made canonical first."""
     entries = list(entries)
     for e in entries:
-        bits = e.state["master"].view(torch.int32)
-        bits.copy_(canonical_bits(bits))
+        make_canonical(e.state["master"])
     for work in state_work(context, entries):
         work.round()

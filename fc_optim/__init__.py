@@ -3,6 +3,7 @@
 from fc_optim.checkpoint import without_masters as without_masters
 from fc_optim.digests import Digest as Digest
 from fc_optim.digests import digest as digest
+from fc_optim.evaluation import fp32_copy as fp32_copy
 from fc_optim.muon import muon_param_groups as muon_param_groups
 from fc_optim.naming import clean_name as clean_name
 from fc_optim.naming import param_id as param_id
@@ -11,7 +12,6 @@ from fc_optim.optimizer import FairCastAdamW as FairCastAdamW
 from fc_optim.optimizer import FairCastMuon as FairCastMuon
 from fc_optim.optimizer import FairCastOptimizer as FairCastOptimizer
 from fc_optim.rounding import stochastic_round as stochastic_round
-from fc_optim.serving import fp32_copy as fp32_copy
 from fc_optim.serving import served_params as served_params
 from fc_optim.shards import FlatPiece as FlatPiece
 

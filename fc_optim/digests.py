@@ -2,17 +2,19 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fc_optim.collectives import comm_device, sum_
 from fc_optim.kernels.batch import Segment
-from fc_optim.serving import Item
 from fc_optim.shards import Group
 
-_CHUNK = 1 << 20  # elements
+if TYPE_CHECKING:
+    from fc_optim.serving import Item
+
+_CHUNK = 1 << 18  # elements: a few MB of int64 temporaries
 _MASK64 = 2**64 - 1
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -42,7 +44,7 @@ def digest(named_tensors: Iterable[tuple[str, Tensor]]) -> Digest:
     return _digest(parameters)
 
 
-def sharded_digest(items: Sequence[Item]) -> Digest:
+def sharded_digest(items: Sequence["Item"]) -> Digest:
     """The digest of what is served: every rank sums its elements, then the ranks their sums."""
     sums = [_sum(i.name, *_own_elements(i)) for i in items]
     by_groups: dict[tuple[Group, ...], list[int]] = {}
@@ -63,7 +65,7 @@ def _digest(parameters: dict[str, int]) -> Digest:
     return Digest(sum(parameters.values()) & _MASK64, parameters)
 
 
-def _own_elements(item: Item) -> tuple[Tensor, list[Segment]]:
+def _own_elements(item: "Item") -> tuple[Tensor, list[Segment]]:
     """This rank's elements as served, flat, and their segments."""
     segments = item.piece.segments
     part = item.local().contiguous().view(-1)

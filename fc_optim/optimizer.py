@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fc_optim import checkpoint, construct, digests, foreign, serving, shards
+from fc_optim import checkpoint, construct, evaluation, foreign, shards
 from fc_optim.batches import (
     Context,
     complete_state,
@@ -21,12 +21,13 @@ from fc_optim.collectives import refuse_disagreement
 from fc_optim.copying import Copying
 from fc_optim.kernels.backends import backend_for
 from fc_optim.registry import Managed, Registry, check_dtype
+from fc_optim.serving import Serving
 from fc_optim.unfused import BaseStep
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
 
 
-class FairCastOptimizer(Copying):
+class FairCastOptimizer(Serving, Copying):
     """Keeps fp32 masters and leaves in every parameter their stochastically rounded bf16 image.
 
     Three ways to make one::
@@ -167,62 +168,6 @@ class FairCastOptimizer(Copying):
             self._served_version += 1
             self._round(self.managed())
 
-    def served_params(
-        self,
-        full: bool = True,
-        managed_only: bool = False,
-        tied: str = "once",
-        copy: bool = False,
-        bucket_bytes: int | None = None,
-    ) -> serving.NamedTensors:
-        """Iterate over (name, tensor) as the rollout engine is to hold them.
-
-        With a bound model: every parameter in model order, managed ones in bf16, frozen and
-        excluded ones as they are. Without: the parameters of the groups. Names are cleaned of
-        wrapper prefixes.
-
-        Args:
-            full: whole parameters, gathered one at a time: every rank iterates to the end. False:
-                this rank's shards (flat runs of a flat parameter).
-            managed_only: leave out frozen and excluded parameters.
-            tied: "once" gives a tied parameter under its first name, "all" under each.
-            copy: give tensors of their own memory.
-            bucket_bytes: gather as many sharded parameters at once as fit in this.
-
-        With dither "sync", call `publish(redraw=True)` right before. The tensors are read-only and
-        valid until the next `step()`, unless `copy`. The iterator raises RuntimeError when it is
-        resumed after a step. Draws no random numbers. It keeps no reference to what it gave, so
-        beside the shards there is one whole parameter, or bucket, for each that the reader holds.
-        """
-        return serving.stream(
-            self,
-            "served",
-            full=full,
-            managed_only=managed_only,
-            tied=tied,
-            copy=copy,
-            bucket_bytes=bucket_bytes,
-        )
-
-    def master_params(
-        self,
-        full: bool = True,
-        managed_only: bool = False,
-        tied: str = "once",
-        copy: bool = False,
-        bucket_bytes: int | None = None,
-    ) -> serving.NamedTensors:
-        """As `served_params`, with the fp32 masters in place of their shadows."""
-        return serving.stream(
-            self,
-            "master",
-            full=full,
-            managed_only=managed_only,
-            tied=tied,
-            copy=copy,
-            bucket_bytes=bucket_bytes,
-        )
-
     def masters_in_model(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model's forward runs on the fp32 masters.
 
@@ -230,7 +175,7 @@ class FairCastOptimizer(Copying):
         (bind it, so that frozen weights follow). Raises RuntimeError where the forward would
         round the masters (autocast, FSDP, DeepSpeed); `fc_optim.fp32_copy` works there.
         """
-        return serving.masters_in_model(self)
+        return evaluation.masters_in_model(self)
 
     @property
     def seed(self) -> int:
@@ -241,18 +186,6 @@ class FairCastOptimizer(Copying):
     def dither(self) -> str:
         """The dither: "fresh", "sync" or "held". Fixed, as the seed is."""
         return self._dither
-
-    @property
-    def served_version(self) -> int:
-        """Counts the versions of the served weights: +1 per `step()` and per redraw. Saved."""
-        return self._served_version
-
-    def served_digest(self) -> digests.Digest:
-        """The digest of `served_params()`; `fc_optim.digest` is the receiver's side.
-
-        Computed shard by shard: every rank calls it, nothing is gathered.
-        """
-        return digests.sharded_digest(serving.list_items(self.bound_model(), (self,), "served"))
 
     # -- foreign writes ------------------------------------------------------------------------
 
@@ -304,14 +237,6 @@ class FairCastOptimizer(Copying):
         Raises ValueError for an unknown parameter, a piece out of bounds, a name that comes twice.
         """
         self.registry.declare_flat(self.param_groups, param, pieces, groups)
-
-    def bound_model(self) -> nn.Module | None:
-        """The model that was bound. Raises RuntimeError if one was, before pickling."""
-        if self.was_bound and self.model is None:
-            raise RuntimeError(
-                "a pickled optimizer does not carry its model: call bind(model) before serving."
-            )
-        return self.model
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Masters of the new parameters are made at the next publish or step."""
@@ -369,6 +294,11 @@ class FairCastOptimizer(Copying):
         self.registry.refuse_orphans(self.param_groups, self.state)
         for e in new:
             check_dtype(e.param, e.slot.name)
+            if e.param.is_meta:
+                raise RuntimeError(
+                    f"parameter {e.slot.name!r} is on the meta device: materialise the model "
+                    "(to_empty(), then load or initialise its weights) before the first step."
+                )
         self.registry.refuse_shared(self.managed())
         self.registry.lay_out(new)
         for e in new:

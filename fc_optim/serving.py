@@ -1,30 +1,26 @@
-"""The way out: served weights and masters as a stream of named tensors, and copies to evaluate."""
+"""The way out: served weights and masters as a stream of whole, named tensors."""
 
-import contextlib
-import copy as copy_module
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fc_optim import shards
 from fc_optim.collectives import gather
+from fc_optim.digests import Digest, sharded_digest
 from fc_optim.naming import clean_name
-from fc_optim.registry import Managed, names_in
+from fc_optim.registry import Managed, Registry, names_in
 from fc_optim.shards import Group, Piece
-
-if TYPE_CHECKING:
-    from fc_optim.optimizer import FairCastOptimizer
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 def served_params(
     model: nn.Module,
-    *optimizers: "FairCastOptimizer",
+    *optimizers: "Serving",
     full: bool = True,
     managed_only: bool = False,
     tied: str = "once",
@@ -37,22 +33,84 @@ def served_params(
     if not optimizers:
         raise ValueError("optimizers: pass at least one FairCastOptimizer.")
     items = list_items(model, optimizers, "served", managed_only=managed_only, tied=tied)
-    return _stream(items, optimizers, full=full, copy=copy, bucket_bytes=bucket_bytes)
+    return stream(items, optimizers, full=full, copy=copy, bucket_bytes=bucket_bytes)
 
 
-def stream(
-    opt: "FairCastOptimizer",
-    which: str,
-    *,
-    full: bool,
-    managed_only: bool,
-    tied: str,
-    copy: bool,
-    bucket_bytes: int | None,
-) -> NamedTensors:
-    """Served weights or masters of one optimizer, in the bound model's order if there is one."""
-    items = list_items(opt.bound_model(), (opt,), which, managed_only=managed_only, tied=tied)
-    return _stream(items, (opt,), full=full, copy=copy, bucket_bytes=bucket_bytes)
+class Serving(Optimizer):
+    """The part of `FairCastOptimizer` that hands out weights."""
+
+    model: nn.Module | None
+    was_bound: bool
+    registry: Registry
+    _served_version: int
+
+    def publish(self, redraw: bool = False) -> None:
+        raise NotImplementedError
+
+    def managed(self) -> list[Managed]:
+        raise NotImplementedError
+
+    def served_params(
+        self,
+        full: bool = True,
+        managed_only: bool = False,
+        tied: str = "once",
+        copy: bool = False,
+        bucket_bytes: int | None = None,
+    ) -> NamedTensors:
+        """Iterate over (name, tensor) as the rollout engine is to hold them.
+
+        With a bound model: every parameter in model order, managed ones in bf16, frozen and
+        excluded ones as they are. Without: the parameters of the groups. Names are cleaned of
+        wrapper prefixes.
+
+        Args:
+            full: whole parameters, gathered one at a time: every rank iterates to the end. False:
+                this rank's shards (flat runs of a flat parameter).
+            managed_only: leave out frozen and excluded parameters.
+            tied: "once" gives a tied parameter under its first name, "all" under each.
+            copy: give tensors of their own memory.
+            bucket_bytes: gather as many sharded parameters at once as fit in this.
+
+        With dither "sync", call `publish(redraw=True)` right before. The tensors are read-only and
+        valid until the next `step()`, unless `copy`. The iterator raises RuntimeError when it is
+        resumed after a step. Draws no random numbers. It keeps no reference to what it gave, so
+        beside the shards there is one whole parameter, or bucket, for each that the reader holds.
+        """
+        items = self._items("served", managed_only=managed_only, tied=tied)
+        return stream(items, (self,), full=full, copy=copy, bucket_bytes=bucket_bytes)
+
+    def master_params(
+        self,
+        full: bool = True,
+        managed_only: bool = False,
+        tied: str = "once",
+        copy: bool = False,
+        bucket_bytes: int | None = None,
+    ) -> NamedTensors:
+        """As `served_params`, with the fp32 masters in place of their shadows."""
+        items = self._items("master", managed_only=managed_only, tied=tied)
+        return stream(items, (self,), full=full, copy=copy, bucket_bytes=bucket_bytes)
+
+    @property
+    def served_version(self) -> int:
+        """Counts the versions of the served weights: +1 per `step()` and per redraw. Saved."""
+        return self._served_version
+
+    def served_digest(self) -> Digest:
+        """The digest of `served_params()`; `fc_optim.digest` is the receiver's side.
+
+        Computed shard by shard: every rank calls it, nothing is gathered.
+        """
+        return sharded_digest(self._items("served"))
+
+    def _items(self, which: str, **options: Any) -> "list[Item]":
+        """What there is to serve, in the bound model's order if there is one."""
+        if self.was_bound and self.model is None:
+            raise RuntimeError(
+                "a pickled optimizer does not carry its model: call bind(model) before serving."
+            )
+        return list_items(self.model, (self,), which, **options)
 
 
 # ---- What there is to serve
@@ -87,7 +145,7 @@ class Item:
 
 def list_items(
     model: nn.Module | None,
-    optimizers: Sequence["FairCastOptimizer"],
+    optimizers: Sequence["Serving"],
     which: str,
     *,
     managed_only: bool = False,
@@ -120,7 +178,7 @@ def list_items(
 
 
 def _named(
-    model: nn.Module | None, optimizers: Sequence["FairCastOptimizer"], tied: str
+    model: nn.Module | None, optimizers: Sequence["Serving"], tied: str
 ) -> list[tuple[list[tuple[str, int]], Tensor]]:
     """Each parameter with the names of its pieces: (name, number of the piece)."""
     if model is None:
@@ -148,14 +206,15 @@ def _refuse_replaced(model: nn.Module, managed: dict[Tensor, Managed]) -> None:
 # ---- Streaming it
 
 
-def _stream(
+def stream(
     items: list[Item],
-    optimizers: Sequence["FairCastOptimizer"],
+    optimizers: Sequence["Serving"],
     *,
-    full: bool,
-    copy: bool,
-    bucket_bytes: int | None,
+    full: bool = True,
+    copy: bool = False,
+    bucket_bytes: int | None = None,
 ) -> NamedTensors:
+    """The items one after another, or bucket after bucket; see `Serving.served_params`."""
     if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: {bucket_bytes} is not positive; None: one at a time.")
     versions = [opt.served_version for opt in optimizers]
@@ -204,112 +263,3 @@ def _buckets(items: list[Item], size: int) -> Iterator[list[Item]]:
         bucket.append(item)
     if bucket:
         yield bucket
-
-
-@contextlib.contextmanager
-def masters_in_model(opt: "FairCastOptimizer") -> Iterator[None]:
-    """See `FairCastOptimizer.masters_in_model`."""
-    opt.publish()
-    entries = opt.managed()
-    _refuse_rounding_forward(opt.model, entries)
-    swapped: list[tuple[Tensor, Tensor]] = []
-    native = any(e.param.dtype == torch.bfloat16 for e in entries)
-    masters = {e.param: e.state["master"] for e in entries}
-    others = [*opt.model.parameters(), *opt.model.buffers()] if opt.model is not None else []
-    with opt.guarded("masters_in_model()"):
-        try:
-            for t in [*masters, *(o for o in others if o not in masters)]:
-                if t in masters:
-                    swapped.append((t, t.data))
-                    t.data = masters[t]
-                elif native and t.dtype == torch.bfloat16:  # frozen weights must match in dtype
-                    swapped.append((t, t.data))
-                    t.data = t.data.float()
-            versions = [t._version for t in masters]
-            yield
-            written = [e.slot.name for e, v in zip(entries, versions, strict=True)
-                       if e.param._version != v]  # fmt: skip
-        finally:
-            for t, data in swapped:
-                t.data = data
-    if written:
-        raise RuntimeError(
-            f"masters_in_model(): the masters of {', '.join(written[:8])} were written inside. "
-            "Call restore_weights() to serve them, or load_state_dict() to go back."
-        )
-
-
-def _refuse_rounding_forward(model: nn.Module | None, entries: list[Managed]) -> None:
-    """Raise RuntimeError where a forward would round the masters again."""
-    device_types = {e.param.device.type for e in entries}
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrappers = tuple(
-        getattr(fsdp, n) for n in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, n)
-    )
-    reason = None
-    if any(torch.is_autocast_enabled(t) for t in device_types):
-        reason = "autocast is active"
-    elif model is not None and any(isinstance(m, wrappers) for m in model.modules()):
-        reason = "the model is under FSDP"
-    elif any(e.slot.layout.groups for e in entries):
-        reason = "parameters are sharded"
-    elif any(hasattr(e.param, "ds_id") or hasattr(e.param, "_ds_tensor") for e in entries):
-        reason = "the model is under DeepSpeed"
-    if reason:
-        raise RuntimeError(
-            f"masters_in_model(): {reason}, so the forward would not run on fp32 masters. "
-            'Use fc_optim.fp32_copy(model, optimizer, which="master") and evaluate that copy.'
-        )
-
-
-def fp32_copy(
-    model: nn.Module,
-    opt: "FairCastOptimizer",
-    which: str = "master",
-    into: nn.Module | None = None,
-) -> nn.Module:
-    """An fp32 copy of `model` with the masters (`which="master"`) or the served weights in it.
-
-    The copy owns its memory, is in eval mode and asks for no gradients; ties are kept. Both
-    copies run the same kernels in the same dtype, so a difference between them is the weights'.
-    A sharded model cannot be copied: pass `into`, the same model without the sharding (on every
-    rank: parameters are gathered one at a time), which is filled, and returned.
-
-    Raises ValueError for another `which` and for an `into` that lacks a parameter, RuntimeError if
-    the optimizer does not train `model`.
-    """
-    if which not in ("master", "served"):
-        raise ValueError(f"which: {which!r} is neither 'master' nor 'served'.")
-    opt.publish()
-    managed = {e.param: e for e in opt.managed()}
-    if not any(p in managed for p in model.parameters()):
-        raise RuntimeError("fp32_copy: the optimizer trains none of the model's parameters.")
-    if into is not None:
-        return _fill(into, list_items(model, (opt,), which, tied="all"), (opt,))
-    if shards.fsdp1_layouts(model) or any(map(shards.is_dtensor, model.parameters())):
-        raise RuntimeError(
-            "fp32_copy: the model is sharded and cannot be copied; pass into=, a new model of the "
-            "same architecture without the sharding."
-        )
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        value = managed[p].state["master"] if which == "master" and p in managed else p.detach()
-        own = value.to(torch.float32 if p.is_floating_point() else p.dtype, copy=True)
-        memo[id(p)] = nn.Parameter(own, requires_grad=False)
-    return copy_module.deepcopy(model, memo).float().eval()
-
-
-@torch.no_grad()
-def _fill(
-    into: nn.Module, items: list[Item], optimizers: Sequence["FairCastOptimizer"]
-) -> nn.Module:
-    params = dict(
-        into.float().eval().requires_grad_(False).named_parameters(remove_duplicate=False)
-    )
-    missing = sorted(params.keys() - {i.name for i in items})
-    if missing:
-        raise ValueError(f"into: the trained model has no {', '.join(missing[:8])}.")
-    for name, value in _stream(items, optimizers, full=True, copy=False, bucket_bytes=None):
-        if name in params:
-            params[name].copy_(value)
-    return into

@@ -9,21 +9,14 @@ bf16, or (sr) the eager stochastic export: add random bits, mask, cast.
 """
 
 import argparse
-import os
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import results
 import torch
+from timing import Step, pairs, print_header, print_row, row_of
 from torch import Tensor, nn
 
 from fc_optim import FairCastAdamW
-
-Step = Callable[[], None]
 
 
 def weights(total: int, tensors: int, generator: torch.Generator) -> list[Tensor]:
@@ -62,34 +55,6 @@ def torch_fused(start: list[Tensor], grads: list[Tensor], export: str) -> Step:
     return step
 
 
-def seconds(step: Step) -> float:
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
-
-
-def pairs(a: Step, b: Step, count: int) -> tuple[list[float], list[float]]:
-    """Times of `a` and `b`, taken in turn after two warm-up steps of each."""
-    for _ in range(2):
-        a()
-        b()
-    times_a, times_b = [], []
-    for i in range(count):
-        first, second = (a, b) if i % 2 == 0 else (b, a)
-        x, y = seconds(first), seconds(second)
-        times_a.append(x if i % 2 == 0 else y)
-        times_b.append(y if i % 2 == 0 else x)
-    return times_a, times_b
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU speed of FairCastAdamW in paired ratios.")
     parser.add_argument("--params", type=int, default=50_000_000)
@@ -106,36 +71,15 @@ def main() -> None:
     start = weights(args.params, args.tensors, generator)
     grads = [torch.randn(w.shape, generator=generator) * 1e-3 for w in start]
     rows = []
-    print(f"{'ours':22} {'baseline':18} {'ratio':>6} {'min':>6} {'max':>6}  ns/element")
+    print_header()
     for container, grad in (("native", "fp32"), ("native", "bf16"), ("grid", "fp32")):
         for export, count in (("rtn", args.pairs), ("sr", max(3, args.pairs // 3))):
             step, baseline = ours(start, grads, container, grad), torch_fused(start, grads, export)
             mine, theirs = pairs(step, baseline, count)
-            ratios = [x / y for x, y in zip(mine, theirs, strict=True)]
-            ns = [statistics.median(t) / args.params * 1e9 for t in (mine, theirs)]
-            row = {
-                "ours": f"{container}, {grad} grads",
-                "baseline": f"torch fused + {export}",
-                "ratio_median": f"{statistics.median(ratios):.3f}",
-                "ratio_min": f"{min(ratios):.3f}",
-                "ratio_max": f"{max(ratios):.3f}",
-                "ours_ns_per_element": f"{ns[0]:.2f}",
-                "baseline_ns_per_element": f"{ns[1]:.2f}",
-                "pairs": count,
-                "params": args.params,
-                "tensors": args.tensors,
-                "threads": args.threads,
-                "cpu": cpu_name(),
-                "cores": os.cpu_count(),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "command": "python " + " ".join(sys.argv),
-            }
+            names = f"{container}, {grad} grads", f"torch fused + {export}"
+            row = row_of(*names, mine, theirs, args.params, tensors=args.tensors)
             rows.append(row)
-            print(
-                f"{row['ours']:22} {row['baseline']:18} {row['ratio_median']:>6} "
-                f"{row['ratio_min']:>6} {row['ratio_max']:>6}  {ns[0]:.2f} / {ns[1]:.2f}"
-            )
+            print_row(row)
     if args.csv:
         results.append(args.csv, rows)
 

@@ -20,7 +20,7 @@ from fc_optim.batches import (
 from fc_optim.collectives import refuse_disagreement
 from fc_optim.copying import Copying
 from fc_optim.kernels.backends import backend_for
-from fc_optim.registry import Managed, Registry, check_dtype
+from fc_optim.registry import FlatBuffer, Managed, Registry, check_dtype
 from fc_optim.serving import Serving
 from fc_optim.unfused import BaseStep
 
@@ -110,12 +110,14 @@ class FairCastOptimizer(Serving, Copying):
         warning. Returns the closure's loss, if there is one; a closure must not write weights.
         """
         self._check_free("step()")
+        if self.registry.is_trial(self.param_groups):
+            return None
         self._make_masters()
         loss = None
         if closure is not None and self.fused:
             with torch.enable_grad():
                 loss = closure()
-        entries, scale = self.managed(), getattr(self, "grad_scale", None)
+        entries, scale = self._in_turn(), getattr(self, "grad_scale", None)
         self._foreign.adopt(self.context(), entries)
         try:
             if self.fused:
@@ -129,6 +131,11 @@ class FairCastOptimizer(Serving, Copying):
             self._served_version += 1
         self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
+
+    def _in_turn(self) -> list[Managed]:
+        """The managed parameters of the groups: DeepSpeed steps its buffers one after another."""
+        held = {p for group in self.param_groups for p in group["params"]}
+        return [e for e in self.managed() if e.param in held]
 
     def _step_fused(self, entries: list[Managed], scale: Tensor | None) -> None:
         found_inf = getattr(self, "found_inf", None)
@@ -238,6 +245,19 @@ class FairCastOptimizer(Serving, Copying):
         """
         self.registry.declare_flat(self.param_groups, param, pieces, groups)
 
+    def step_buffers(
+        self, model: nn.Module, buffers: Sequence[FlatBuffer], groups: Sequence[Any]
+    ) -> None:
+        """Say which flat buffers a framework put in place of the parameters of `model`.
+
+        For integrations, before the first step. Names and random bits stay those of the
+        parameters; `groups` are the process groups that hold the rest of the buffers. Raises
+        ValueError if the optimizer was not built with a parameter, RuntimeError if it has masters.
+        """
+        self.registry.replace(buffers, groups)
+        self.registry.refuse_orphans(self.param_groups, self.state)
+        self.model, self.was_bound, self._agreed = model, True, False
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Masters of the new parameters are made at the next publish or step."""
         self._base.param_groups = self.param_groups  # somebody may have replaced the list
@@ -304,7 +324,7 @@ class FairCastOptimizer(Serving, Copying):
         for e in new:
             e.state = self.state.setdefault(e.param, {})
             e.state["master"] = new_master(e.param)
-            if len(e.slot.ids) == 1:  # those of a flat parameter follow from its names
+            if not e.slot.flat:
                 e.state["param_id"] = checkpoint.id_tensor(e.slot.param_id)
             complete_state(e, self.fused)
         for group in self.param_groups:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fc_optim import shards
 from fc_optim.kernels.batch import Segment
@@ -32,6 +33,7 @@ class Slot:
     name: str
     seen: tuple[Any, ...] | None = None
     bound: bool = False  # the label is that of the bound model
+    flat: bool = False  # a flat buffer: its identities follow from its names
     _cut: tuple[Any, ...] = (None, None, (), ())  # the tensor and ids that the rest is of
 
     @property
@@ -58,6 +60,15 @@ class Slot:
         return self._cut[3]
 
 
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """A flat buffer that a framework steps in place of the parameters of a group."""
+
+    group: dict[str, Any]
+    tensor: Tensor
+    pieces: Sequence[tuple[Tensor, FlatPiece]]  # with the parameter that the group began with
+
+
 @dataclass(slots=True)
 class Managed:
     """A parameter that is served through stochastic rounding, with everything it needs."""
@@ -76,6 +87,9 @@ class Registry:
         self._slots: list[list[Slot]] = []
         self.known: dict[Tensor, Layout] = {}  # layouts that the tensors themselves do not show
         self._ddp: list[Group] = []
+        self._replaced: list[tuple[dict[str, Any], Tensor, Slot]] | None = None
+        self.inside: Any = WeakTensorKeyDictionary()  # parameter -> its flat buffer, its piece
+        self._first: Any = WeakTensorKeyDictionary()  # slots by the tensors that they began with
 
     def admit(self, group: dict[str, Any]) -> None:
         """Give the parameters of a new last group their identities.
@@ -101,14 +115,33 @@ class Registry:
             if group["served_dtype"] is not None and p.requires_grad:
                 check_dtype(p, name)
         self._slots.append([_slot(name, p) for name, p in zip(names, params, strict=True)])
+        self._first.update(zip(params, self._slots[-1], strict=True))
+
+    def is_trial(self, groups: Groups) -> bool:
+        """Whether a step is only DeepSpeed trying the optimizer out, before it says what it steps.
+
+        Its tensors are not yet known, and their gradients are zero.
+        """
+        if self._replaced is not None or self._sizes(groups) == list(map(len, self._slots)):
+            return False
+        grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
+        return bool(grads) and not any(bool(grad.any()) for grad in grads)
+
+    @staticmethod
+    def _sizes(groups: Groups) -> list[int]:
+        return [len(g["params"]) for g in groups]
 
     def places(self, groups: Groups) -> Iterator[tuple[dict[str, Any], Tensor, Slot]]:
         """Every (group, parameter, slot), in group order."""
-        if [len(g["params"]) for g in groups] != [len(slots) for slots in self._slots]:
+        if self._replaced is not None:
+            yield from self._replaced
+            return
+        if self._sizes(groups) != list(map(len, self._slots)):
             raise RuntimeError(
-                f"param_groups now have {[len(g['params']) for g in groups]} parameters, they had "
-                f"{[len(slots) for slots in self._slots]}: parameters can be exchanged in place, "
-                "not added or removed; use add_param_group(), or build a new optimizer."
+                f"param_groups now have {self._sizes(groups)} parameters, they had "
+                f"{list(map(len, self._slots))}: parameters can be exchanged in place, not added "
+                "or removed; use add_param_group(), or build a new optimizer. Under DeepSpeed, "
+                "call fc_optim.integrations.deepspeed.attach(engine) after initialize()."
             )
         for group, slots in zip(groups, self._slots, strict=True):
             for p, slot in zip(group["params"], slots, strict=True):
@@ -142,15 +175,37 @@ class Registry:
                     f"{expected}: leave summon_full_params() and the like first."
                 )
 
+    def replace(self, buffers: Sequence[FlatBuffer], over: Sequence[Group]) -> None:
+        """From now on the optimizer steps flat buffers that a framework made of its parameters.
+
+        Identities are those of the parameters. Raises ValueError for one that was never here.
+        """
+        places = []
+        for k, buffer in enumerate(buffers):
+            lost = [p.name for first, p in buffer.pieces if first not in self._first]
+            if lost:
+                raise ValueError(f"the optimizer was not built with {', '.join(lost[:8])}.")
+            slots = [self._first[first] for first, _ in buffer.pieces]
+            names = tuple(clean_name(p.name) for _, p in buffer.pieces)
+            ids = tuple(slot.param_id for slot in slots)
+            self.known[buffer.tensor] = shards.flat_layout([p for _, p in buffer.pieces], over)
+            for i, (first, _) in enumerate(buffer.pieces):
+                self.inside[first] = buffer.tensor, i
+            places.append((buffer.group, buffer.tensor, Slot(ids, names, f"buffer {k}", flat=True)))
+        self._replaced = places
+
     def groups(self, *, replicas: bool) -> list[Group]:
         """The process groups that hold the rest of any parameter; or copies too, `replicas`."""
-        layouts = [slot.layout for slots in self._slots for slot in slots if slot.layout]
+        slots = [s for of_group in self._slots for s in of_group]
+        if self._replaced is not None:
+            slots = [slot for _, _, slot in self._replaced]
+        layouts = [slot.layout for slot in slots if slot.layout]
         groups = shards.groups_of(layouts, replicas=replicas)
         return groups + [g for g in self._ddp if replicas and g not in groups]
 
     def refuse_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
         """Raise RuntimeError if masters belong to parameters that are in no group any more."""
-        held = {p for g in groups for p in g["params"]}
+        held = {p for _, p, _ in self.places(groups)}
         lost = sum("master" in own for p, own in state.items() if p not in held)
         if lost:
             raise RuntimeError(
@@ -194,7 +249,7 @@ class Registry:
         if len(set(names)) != len(names):
             raise ValueError("pieces: a name comes twice; a buffer holds one run of a parameter.")
         self.known[param] = shards.flat_layout(pieces, over)
-        slot.ids, slot.names = tuple(map(param_id, names)), names
+        slot.ids, slot.names, slot.flat = tuple(map(param_id, names)), names, True
         slot.forget()
 
     def bind(self, groups: Groups, model: nn.Module) -> None:
@@ -218,11 +273,11 @@ class Registry:
             slot.forget()
 
     def __getstate__(self) -> list[list[tuple[Any, ...]]]:
-        return [[(s.ids, s.names, s.name) for s in slots] for slots in self._slots]
+        return [[(s.ids, s.names, s.name, s.flat) for s in slots] for slots in self._slots]
 
     def __setstate__(self, state: list[list[tuple[Any, ...]]]) -> None:
         self.__init__()  # type: ignore[misc]
-        self._slots = [[Slot(*fields) for fields in slots] for slots in state]
+        self._slots = [[Slot(i, names, n, flat=f) for i, names, n, f in slots] for slots in state]
 
 
 def names_in(name: str, param: Any, aliases: bool = False) -> list[tuple[str, int]]:
@@ -243,7 +298,8 @@ def names_in(name: str, param: Any, aliases: bool = False) -> list[tuple[str, in
 
 def _slot(name: str, param: Tensor) -> Slot:
     names = tuple(own for own, _ in names_in(name, param))
-    return Slot(tuple(map(param_id, names)), names, name)
+    flat = hasattr(param, "_is_flat_param")
+    return Slot(tuple(map(param_id, names)), names, name, flat=flat)
 
 
 def check_dtype(param: Tensor, name: str) -> None:

@@ -1,6 +1,6 @@
 """The way out: served weights and masters as a stream of whole, named tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from fc_optim.collectives import gather
 from fc_optim.digests import Digest, sharded_digest
 from fc_optim.naming import clean_name
 from fc_optim.registry import Managed, Registry, names_in
-from fc_optim.shards import Group, Piece
+from fc_optim.shards import Group, Layout, Piece
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -159,21 +159,29 @@ def list_items(
         opt.publish()
         managed.update({e.param: e for e in opt.managed()})
     known = {p: layout for opt in optimizers for p, layout in opt.registry.known.items()}
+    inside = {p: place for opt in optimizers for p, place in opt.registry.inside.items()}
     if model is not None:
         shards.reshard(model)
         known |= shards.fsdp1_layouts(model)
-        _refuse_replaced(model, managed)
+        _refuse_replaced(model, managed.keys() | inside.keys(), managed)
     items = []
     for names, p in _named(model, optimizers, tied):
-        entry = managed.get(p)
+        holder, first = inside.get(p, (p, 0))
+        entry = managed.get(holder)
         if managed_only and entry is None:
             continue
-        layout = shards.layout_of(p, known, names[0][0])
         part, dtype = shards.local(p), p.dtype
         if entry is not None:
             dtype = torch.float32 if which == "master" else torch.bfloat16
-            part = shards.local(entry.state["master"]) if which == "master" else part
-        items += [Item(n, part, dtype, layout.pieces[i], layout.groups) for n, i in names]
+        layout = shards.layout_of(holder, known, names[0][0])
+        piece = layout.pieces[first]
+        if entry is not None and which == "master":
+            part = shards.local(entry.state["master"])
+        elif holder is not p and part.shape == piece.shape:  # whole, beside the buffer
+            layout, first = Layout((Piece.whole(p.shape),)), 0
+        elif holder is not p:
+            part = shards.local(holder)
+        items += [Item(n, part, dtype, layout.pieces[first + i], layout.groups) for n, i in names]
     return items
 
 
@@ -191,11 +199,13 @@ def _named(
     return [(names_in(clean_name(n), p, aliases=tied == "all"), p) for n, p in named]
 
 
-def _refuse_replaced(model: nn.Module, managed: dict[Tensor, Managed]) -> None:
+def _refuse_replaced(
+    model: nn.Module, trained: Set[Tensor], managed: dict[Tensor, Managed]
+) -> None:
     """Raise RuntimeError if the optimizer trains parameters that the model no longer has."""
     held = set(model.parameters())
     lost = [e.slot.name for p, e in managed.items() if e.slot.bound and p not in held]
-    if lost or (managed and not any(p in managed for p in held)):
+    if lost or (managed and not any(p in trained for p in held)):
         raise RuntimeError(
             f"parameters of the model were replaced after the optimizer was built: "
             f"{', '.join(lost[:8]) or 'all'}. The optimizer trains the old ones; build it from the "

@@ -98,8 +98,9 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: detached, sharing its memory and version counter."""
-    if type(tensor) is Tensor or type(tensor) is nn.Parameter or not is_dtensor(tensor):
-        return tensor.detach()
+    if not is_dtensor(tensor):
+        held = getattr(tensor, "ds_tensor", None)  # ZeRO-3 leaves the parameter itself empty
+        return tensor.detach() if held is None else held.detach()
     with torch.no_grad():
         part = tensor.to_local()  # type: ignore[attr-defined]
     return part.wait() if hasattr(part, "wait") else part

@@ -13,7 +13,7 @@ from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper
 from fc_optim.kernels.reference import canonical_bits
 from fc_optim.muon import lr_ratio, orthogonalise
 from fc_optim.registry import CONTAINER_DTYPES, Managed, check_dtype
-from fc_optim.shards import like, local, local_grad, placements
+from fc_optim.shards import is_dtensor, like, local, local_grad, placements
 
 
 @dataclass(slots=True)
@@ -142,6 +142,8 @@ def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
             f"{tuple(param.shape)}: the state is of another model or another order of parameters, "
             "or the parameter was replaced. Load the state that fits, or build a new optimizer."
         )
+    if type(value) is Tensor and not is_dtensor(param):
+        return
     mine, theirs = placements(param), placements(value)
     if mine != theirs:
         raise ValueError(
@@ -175,7 +177,7 @@ def state_work(
 ) -> list[Work]:
     """Batches of masters and containers, for publishing and checking.
 
-    With `scratch` the containers are new tensors, for comparing with what the model holds.
+    With `scratch` the containers are copies, for comparing with what the model holds.
     """
 
     def key(e: Managed) -> tuple:
@@ -184,7 +186,7 @@ def state_work(
     works = []
     for (device, dtype), part in _grouped((e for e in entries if e.local.numel()), key):
         batch = Batch(
-            containers=[_container(e.local, device, empty=scratch) for e in part],
+            containers=[_container(e.local, device, copy=scratch) for e in part],
             masters=[local(e.state["master"]) for e in part],
             segments=[e.slot.segments for e in part],
             steps=[e.state[step_key(e, context.fused)].to(device) for e in part],
@@ -285,9 +287,9 @@ def _muon_hyper(group: dict[str, Any], shape: torch.Size) -> MuonHyper:
     )
 
 
-def _container(part: Tensor, device: torch.device, empty: bool = False) -> Tensor:
-    if empty:
-        return torch.empty(part.shape, dtype=part.dtype, device=device)
+def _container(part: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    if copy:  # not an empty one: kernels do not write the padding of flat parameters
+        return part.to(device, memory_format=torch.contiguous_format, copy=True)
     if part.device == device and part.is_contiguous():
         return part
     return part.to(device).contiguous()

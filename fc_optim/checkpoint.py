@@ -27,6 +27,7 @@ _OPTIONS = ("seed", "dither", "epoch", "served_version")
 # A group's own, never loaded over: they say what the group is, not how it is stepped.
 _KEPT = ("params", "param_names", "algorithm", "served_dtype", "decoupled_weight_decay")
 _PARAMETER_SHAPED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+_SCALARS = ("step", "dither_step", "param_id")
 
 
 def without_masters(state_dict: StateDict) -> StateDict:
@@ -65,8 +66,9 @@ def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
         _check_group(i, group, saved)
     for p, entry in by_param.items():
         _check_entry(opt.name_of(p), p, entry)
+    _refuse_some_masters(opt, by_param)
 
-    masters = sum("master" in own for own in opt.state.values())
+    masters = _count_masters(opt)
     _load_groups(opt, saved_groups)
     for group in opt.param_groups:
         fused = opt.fused and group["served_dtype"] is not None
@@ -76,12 +78,14 @@ def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
                 opt.state[p] = _load_entry(p, old, by_param[p], group, fused=fused)
     own = set(chain.from_iterable(g["params"] for g in saved_groups))  # numbers, or names (DCP)
     opt.state.update({k: v for k, v in state_dict["state"].items() if k not in own})
-    kept = sum("master" in entry for entry in opt.state.values())
+    kept = _count_masters(opt)
     if kept < masters:
         logger.warning(
             "load_state_dict: the state has no master for %d parameters; theirs are made anew "
             "from the parameters.", masters - kept,
         )  # fmt: skip
+    if not opt.fused:
+        _warn_of_lost_buffers(opt)
     restored = _adopt_ids(opt)
     if restored:
         changed, total = rewrite(opt, restored)
@@ -112,7 +116,7 @@ def _adopt_ids(opt: "FairCastOptimizer") -> list[Managed]:
     """Take the loaded identities; returns the parameters that have a master."""
     entries = [e for e in opt.managed() if "master" in e.state]
     for e in entries:
-        if len(e.slot.ids) > 1:
+        if e.slot.flat:
             e.state.pop("param_id", None)
         elif "param_id" in e.state:
             e.slot.ids = (int(e.state["param_id"]),)
@@ -158,7 +162,7 @@ def _cut(param: Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
     def part(key: str, value: Any) -> Any:
         whole = isinstance(value, Tensor) and not shards.is_dtensor(value)
-        if not whole or key not in _PARAMETER_SHAPED or value.shape != param.shape:
+        if not whole or key in _SCALARS or value.shape != param.shape:
             return value
         own = value.new_empty(shards.local(param).shape)
         take(value.detach().contiguous().view(-1), piece.segments, out=own.view(-1))
@@ -189,8 +193,10 @@ def _check_group(i: int, mine: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any]) -> None:
-    for key in _PARAMETER_SHAPED:
-        value = entry.get(key)
+    for key, value in entry.items():
+        alike = isinstance(value, Tensor) and value.shape == param.shape and key not in _SCALARS
+        if key not in _PARAMETER_SHAPED and not alike:
+            continue
         if isinstance(value, Tensor):
             check_shape(key, value, name, param)
         elif value is not None:
@@ -207,6 +213,43 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any]) -> None:
             "something cast the state. Load the state as it was saved, or "
             "fc_optim.without_masters(state_dict)."
         )
+
+
+def _refuse_some_masters(
+    opt: "FairCastOptimizer", by_param: Mapping[Tensor, Mapping[str, Any]]
+) -> None:
+    """Raise ValueError if the state has lost the masters of some parameters, not of all."""
+    managed = {e.param: e.slot.name for e in opt.managed()}
+    lost = [managed[p] for p, entry in by_param.items() if p in managed and "master" not in entry]
+    if lost and any("master" in entry for entry in by_param.values()):
+        raise ValueError(
+            f"state_dict: the master of {', '.join(map(repr, lost[:8]))} is missing, others are "
+            "there: the checkpoint is damaged. To take every master from the parameters, load "
+            "fc_optim.without_masters(state_dict)."
+        )
+
+
+def _count_masters(opt: "FairCastOptimizer") -> int:
+    """Of parameters with elements here: FSDP1 restores no state of the others."""
+    return sum("master" in own and p.numel() > 0 for p, own in opt.state.items())
+
+
+def _warn_of_lost_buffers(opt: "FairCastOptimizer") -> None:
+    """For an unfused optimizer whose own state was not saved, or not loaded."""
+    names = [
+        e.slot.name
+        for e in opt.managed()
+        if e.group.get("momentum") != 0  # SGD has no state then
+        and e.state.get("dither_step", 0) > 0
+        and e.state.keys() <= set(STATE_KEYS)
+    ]
+    if names:
+        logger.warning(
+            "load_state_dict: the state has nothing of the base optimizer for %d parameters that "
+            "were stepped, such as %s: its buffers start anew. torch.distributed.checkpoint loads "
+            "only what the optimizer holds: load before the first publish().",
+            len(names), names[0],
+        )  # fmt: skip
 
 
 def id_tensor(param_id: int) -> Tensor:
@@ -242,7 +285,7 @@ def _load_entry(
             mine = old.get(key)
             mine = None if mine is None else shards.local(mine)
             own = _load_value(device, mine, shards.local(value))
-            new[key] = shards.like(param, own)
+            new[key] = shards.like(param if value.shape == param.shape else value, own)
         else:
             new[key] = _load_value(device, old.get(key), value)
     return new

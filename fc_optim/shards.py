@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fc_optim.kernels.batch import Segment
 
+_PLAIN = (Tensor, nn.Parameter)
 Group = Any  # torch.distributed.ProcessGroup, which a build without distributed does not have
 
 
@@ -92,18 +93,22 @@ class Layout:
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a `torch.distributed.tensor.DTensor` (which this does not import)."""
+    if type(tensor) in _PLAIN:  # several times per parameter and step
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: detached, sharing its memory and version counter."""
-    if not is_dtensor(tensor):
-        held = getattr(tensor, "ds_tensor", None)  # ZeRO-3 leaves the parameter itself empty
-        return tensor.detach() if held is None else held.detach()
-    with torch.no_grad():
-        part = tensor.to_local()  # type: ignore[attr-defined]
-    return part.wait() if hasattr(part, "wait") else part
+    """This rank's part of a tensor: no gradient, sharing its memory and version counter."""
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            part = tensor.to_local()  # type: ignore[attr-defined]
+        return part.wait() if hasattr(part, "wait") else part
+    if "deepspeed" in sys.modules:
+        held = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3 leaves the parameter itself empty
+        return held.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def like(param: Tensor, part: Tensor) -> Tensor:

@@ -209,6 +209,7 @@ def probe(
     steps: Annotated[list[int] | None, typer.Option(help="Distances; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Of the stochastic copies.")] = 0,
     device: Annotated[str, typer.Option(help="Where the model is evaluated.")] = "cpu",
+    plot: Annotated[Path | None, typer.Option(help="A PNG to write (needs matplotlib).")] = None,
     as_json: _Json = False,
     html: _Html = None,
 ) -> None:
@@ -218,6 +219,7 @@ def probe(
 
     Example: fc-audit probe path/to/model --lr 1e-6 --steps 10 --steps 50 --html report.html
     """
+    from fc_optim.audit.probe import plot_probe
     from fc_optim.audit.probe import probe as run
 
     with _explained():
@@ -225,6 +227,8 @@ def probe(
             words = text.read_text() if text else None
             result = run(model, text=words, lr=lr, steps=steps or (10, 50, 150), seed=seed,
                          device=device)  # fmt: skip
+            if plot is not None:
+                plot_probe(result, plot)
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise BadCheckpoint(str(error)) from None
         _emit(findings.probed(result), as_json, html)

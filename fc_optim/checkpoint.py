@@ -79,6 +79,11 @@ def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
     own = set(chain.from_iterable(g["params"] for g in saved_groups))  # numbers, or names (DCP)
     opt.state.update({k: v for k, v in state_dict["state"].items() if k not in own})
     kept = _count_masters(opt)
+    if not by_param and any(g.get("served_version", 0) > 0 for g in saved_groups):
+        logger.warning(
+            "load_state_dict: the groups are of version %d, but the state of every parameter is "
+            "missing: something dropped it on the way.", saved_groups[0].get("served_version", 0),
+        )  # fmt: skip
     if kept < masters:
         logger.warning(
             "load_state_dict: the state has no master for %d parameters; theirs are made anew "

@@ -15,6 +15,13 @@ _TRANSIENT = (
 )
 
 
+# What methods set after construction.
+_OWN = (
+    *("_seed", "_dither", "_epoch", "_served_version"),
+    *("model", "was_bound", "_agreed", "_busy"),
+)
+
+
 class Copying(Optimizer):
     """The part of `FairCastOptimizer` that packs it and builds it again.
 
@@ -26,6 +33,14 @@ class Copying(Optimizer):
     _made_with: ClassVar[tuple[type[Optimizer], dict[str, Any]] | None] = None
     _base: Optimizer
     model: nn.Module | None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning's wrappers take on this class, but hold the optimizer that has the state."""
+        wrapped = vars(self).get("_optimizer")
+        if wrapped is not None and name in _OWN:
+            setattr(wrapped, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _reset_transient(self, base: Optimizer) -> None:
         raise NotImplementedError

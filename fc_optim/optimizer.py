@@ -147,8 +147,11 @@ class FairCastOptimizer(Serving, Copying):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tells torch's GradScaler to hand over `grad_scale` and `found_inf`."""
-        return True
+        """As torch: with fused=True, GradScaler hands over `grad_scale` and `found_inf`.
+
+        Else it unscales gradients and skips steps itself, which others then see.
+        """
+        return bool(self.defaults.get("fused"))
 
     def _skipped(self) -> bool:
         """Whether GradScaler found an overflow (a host read: unfused optimizers only)."""
@@ -167,7 +170,9 @@ class FairCastOptimizer(Serving, Copying):
         """
         self._check_free("publish()")
         self._make_masters()
-        self._agree()
+        if not self._agreed:
+            self.agree()
+            self._agreed = True
         groups = self.registry.groups(replicas=False)
         self._foreign.refuse(self.context(), self.managed(), "publish()", groups)
         if redraw and self.dither == "sync":
@@ -342,14 +347,18 @@ class FairCastOptimizer(Serving, Copying):
         foreign.record(entries)
         shards.reshard(self.model)
 
-    def _agree(self) -> None:
-        """Once: compare with the other ranks what the shadow depends on."""
-        if not self._agreed:
-            ids = [e.slot.ids for e in self.managed()]
-            options = {"seed": self.seed, "dither": self.dither, "epoch": self._epoch}
-            options |= {"rounding_scheme": checkpoint.ROUNDING_SCHEME, "parameter names": ids}
-            refuse_disagreement(options, self.registry.groups(replicas=True))
-            self._agreed = True
+    def agree(self, groups: Sequence[Any] | None = None) -> None:
+        """Compare with other ranks what the shadow depends on. Collective; makes no masters.
+
+        The first `publish()` does it, over all groups that shard or replicate the parameters as
+        far as they are known. Raises RuntimeError on every rank if they disagree.
+        """
+        if groups is None:
+            groups = self.registry.groups(replicas=True)
+        ids = [e.slot.ids for e in self.managed()]
+        options = {"seed": self.seed, "dither": self.dither, "epoch": self._epoch}
+        options |= {"rounding_scheme": checkpoint.ROUNDING_SCHEME, "parameter names": ids}
+        refuse_disagreement(options, groups)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -417,7 +426,7 @@ class FairCastOptimizer(Serving, Copying):
         self._caches: dict[Any, dict[Any, Any]] = {}
         self.model = None
         self._busy: str | None = None
-        self._agreed = False
+        self._agreed: bool = False
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:

@@ -1,9 +1,15 @@
 """Hugging Face accelerate: check what `prepare()` made and bind the model that trains."""
 
+import functools
+import sys
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
 
 from fc_optim.optimizer import FairCastOptimizer
 
@@ -11,26 +17,91 @@ from fc_optim.optimizer import FairCastOptimizer
 def register(accelerator: Accelerator, optimizer: Any) -> FairCastOptimizer:
     """The FairCastOptimizer behind a prepared optimizer, bound to the prepared model.
 
-    Call it after `accelerator.prepare(model, optimizer)`; read `served_params()` from the result,
-    since accelerate's wrapper passes no attributes through.
+    Call it on every process after `accelerator.prepare(model, optimizer)`. Train with what
+    `prepare()` returned; serve from what this returns, since accelerate's wrapper passes no
+    attributes through::
+
+        model, optimizer = accelerator.prepare(model, optimizer)
+        served = register(accelerator, optimizer)
+        ...
+        engine.load_weights(served.served_params())
+
+    For one process, DDP, FSDP1 and FSDP2. It compares seed, dither and parameter names of all
+    processes (one small all-reduce). It makes no masters, so `accelerator.load_state()` may follow,
+    which it prepares to work under FSDP and in the middle of a run. After that call `publish()` if
+    the weights are not bf16 values already.
 
     Raises TypeError if `optimizer` is not a (prepared) FairCastOptimizer, ValueError if no prepared
-    model holds its parameters, NotImplementedError under FSDP and DeepSpeed.
+    model holds its parameters, RuntimeError if the processes disagree or masters were lost when
+    parameters were sharded, NotImplementedError under DeepSpeed and Megatron-LM.
     """
     kind: DistributedType = accelerator.distributed_type
-    if kind.value != "NO" and not kind.value.startswith("MULTI_"):  # MULTI_*: DDP
+    if kind.value not in ("NO", "FSDP") and not kind.value.startswith("MULTI_"):  # MULTI_*: DDP
         raise NotImplementedError(
-            f"accelerator: distributed_type {kind.value} shards parameters, which fc_optim does "
-            f"not support yet; train on one process or under DDP."
+            f"accelerator: distributed_type {kind.value} is not supported yet; it comes later. "
+            "Train on one process, or under DDP or FSDP, or call deepspeed.initialize() yourself "
+            "(fc_optim.integrations.deepspeed)."
         )
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = optimizer
+    while isinstance(inner, AcceleratedOptimizer):
+        inner = inner.optimizer
     if not isinstance(inner, FairCastOptimizer):
         raise TypeError(f"optimizer: {type(inner).__name__} is not a FairCastOptimizer.")
-    held = {p for group in inner.param_groups for p in group["params"]}
+    inner.registry.refuse_orphans(inner.param_groups, inner.state)
+    inner.bind(_trained_model(accelerator, inner))
+    if accelerator.num_processes > 1:  # DDP's wrapper is not among accelerate's models
+        inner.agree([torch.distributed.group.WORLD])
+    _guard_load_state(accelerator, inner)
+    return inner
+
+
+def _trained_model(accelerator: Accelerator, optimizer: FairCastOptimizer) -> nn.Module:
+    """The prepared model that holds the optimizer's parameters."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
     for model in accelerator._models:
+        _finish_fsdp1(model)
         if any(p in held for p in model.parameters()):
-            return inner.bind(model)
+            return model
     raise ValueError(
-        "accelerator: none of its prepared models holds the optimizer's parameters; prepare the "
-        "model that the optimizer was built from."
+        "accelerator: none of its prepared models holds the optimizer's parameters. Prepare the "
+        "model that the optimizer was built from; under FSDP1 set use_orig_params, or build the "
+        "optimizer from the prepared model."
     )
+
+
+def _finish_fsdp1(model: nn.Module) -> None:
+    """Point the original parameters into FSDP1's flat ones.
+
+    accelerate gives a flat parameter new storage when it upcasts a bf16 model. The originals follow
+    in the first forward, and what is written to them before that is lost. One unit is gathered at a
+    time.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or all(p.dtype == torch.float32 for p in model.parameters()):
+        return
+    for unit in fsdp.FullyShardedDataParallel.fsdp_modules(model):
+        with fsdp.FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+            pass
+
+
+def _guard_load_state(accelerator: Accelerator, optimizer: FairCastOptimizer) -> None:
+    """Let `accelerator.load_state()` fill the optimizer under FSDP.
+
+    accelerate loads the model first and then asks for the optimizer's state, to load into its
+    tensors. So they must be there (FSDP1 drops the checkpoint's state for an empty optimizer), and
+    the new weights are no foreign write: their masters are on the way.
+    """
+    load = accelerator.load_state
+
+    @functools.wraps(load)
+    def load_state(*args: Any, **kwargs: Any) -> Any:
+        if not optimizer.state:
+            optimizer.publish()
+        template = functools.partial(Optimizer.state_dict, optimizer)  # does not look for writes
+        vars(optimizer)["state_dict"] = template
+        try:
+            return load(*args, **kwargs)
+        finally:
+            vars(optimizer).pop("state_dict", None)
+
+    vars(accelerator)["load_state"] = load_state

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fc_optim.evaluation import fp32_copy
 from fc_optim.metrics import LogRatio, effective_sample_size, log_ratio
-from fc_optim.serving import fp32_copy
 
 if TYPE_CHECKING:
     from fc_optim.optimizer import FairCastOptimizer
@@ -53,6 +53,7 @@ def hidden_ratio(
     optimizer: "FairCastOptimizer",
     batch: Mapping[str, Tensor],
     *,
+    into: nn.Module | None = None,
     say: Callable[[str], Any] = logger.info,
 ) -> HiddenRatio:
     """How far the served policy is from the masters' on `batch`, in fp32 on both sides.
@@ -68,6 +69,7 @@ def hidden_ratio(
         batch: keyword arguments of the forward: `input_ids` [n, t] int64, and if the rows are
             padded `attention_mask`. `labels` [n, t], not given to the forward, picks the tokens
             that count (not -100), as in transformers; without it the attention mask does.
+        into: for a sharded model, the same model without the sharding, which is overwritten.
         say: gets one line of text; by default it goes to the "fc_optim" logger at level INFO.
 
     Raises KeyError without input_ids; what `fp32_copy` and `fc_optim.metrics.log_ratio` raise.
@@ -79,7 +81,9 @@ def hidden_ratio(
         f"of {t} tokens each; about {_estimate(model, batch) * 2 * n:.1f} s of forwards."
     )
     began = time.perf_counter()
-    log_p = {which: _of_copy(model, optimizer, which, batch) for which in ("master", "served")}
+    log_p = {
+        which: _of_copy(model, optimizer, which, batch, into) for which in ("master", "served")
+    }
     mask = _mask(batch).to(log_p["master"].device)
     ratio = log_ratio(log_p["master"], log_p["served"], mask)
     return HiddenRatio(
@@ -124,9 +128,13 @@ def evaluating(net: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _of_copy(
-    model: nn.Module, optimizer: "FairCastOptimizer", which: str, batch: Mapping[str, Tensor]
+    model: nn.Module,
+    optimizer: "FairCastOptimizer",
+    which: str,
+    batch: Mapping[str, Tensor],
+    into: nn.Module | None,
 ) -> Tensor:
-    return token_log_probs(fp32_copy(model, optimizer, which=which), batch)
+    return token_log_probs(fp32_copy(model, optimizer, which=which, into=into), batch)
 
 
 @torch.no_grad()

@@ -86,6 +86,7 @@ class FairCastOptimizer(Serving, Copying):
         self.fused = type(inner) in _FUSED
         self._base = inner
         self._epoch = self._served_version = 0
+        self._agreed = False
         self.was_bound = False
         self.registry = Registry()
         self._reset_transient(inner)
@@ -426,7 +427,7 @@ class FairCastOptimizer(Serving, Copying):
         self._caches: dict[Any, dict[Any, Any]] = {}
         self.model = None
         self._busy: str | None = None
-        self._agreed: bool = False
+        self._agreed = False
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:

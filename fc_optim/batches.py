@@ -184,7 +184,7 @@ def state_work(
     works = []
     for (device, dtype), part in _grouped((e for e in entries if e.local.numel()), key):
         batch = Batch(
-            containers=[_container(e.local, device, empty=scratch) for e in part],
+            containers=[container_of(e.local, device, empty=scratch) for e in part],
             masters=[local(e.state["master"]) for e in part],
             segments=[e.slot.segments for e in part],
             steps=[e.state[step_key(e, context.fused)].to(device) for e in part],
@@ -219,7 +219,7 @@ def update_work(
         grads = [local_grad(e.param) for e in everyone]  # of idle ones as well: may communicate
         part = [e for e in everyone if e.local.numel()]
         batch = Batch(
-            containers=[_container(e.local, device) for e in part],
+            containers=[container_of(e.local, device) for e in part],
             masters=[local(e.state["master"]) for e in part],
             segments=[e.slot.segments for e in part],
             steps=[e.state[step_key(e, fused=True)] for e in part],
@@ -285,7 +285,8 @@ def _muon_hyper(group: dict[str, Any], shape: torch.Size) -> MuonHyper:
     )
 
 
-def _container(part: Tensor, device: torch.device, empty: bool = False) -> Tensor:
+def container_of(part: Tensor, device: torch.device, empty: bool = False) -> Tensor:
+    """A tensor that kernels can take: the part itself if it can be, else a copy, or (`empty`) new."""
     if empty:
         return torch.empty(part.shape, dtype=part.dtype, device=device)
     if part.device == device and part.is_contiguous():

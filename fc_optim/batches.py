@@ -286,7 +286,7 @@ def _muon_hyper(group: dict[str, Any], shape: torch.Size) -> MuonHyper:
 
 
 def container_of(part: Tensor, device: torch.device, empty: bool = False) -> Tensor:
-    """A tensor that kernels can take: the part itself if it can be, else a copy, or (`empty`) new."""
+    """What kernels can take in its place: the part itself if they can, a copy, or (`empty`) new."""
     if empty:
         return torch.empty(part.shape, dtype=part.dtype, device=device)
     if part.device == device and part.is_contiguous():

@@ -96,8 +96,7 @@ class Report:
         rows = [header, *([_cell(x) for x in astuple(g)] for g in self.groups)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
+            "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
         return "\n".join([*lines, f"dither {self.dither}, seed {self.seed}"])
 

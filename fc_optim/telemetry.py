@@ -7,6 +7,7 @@ gathered after each step. Figures stay on the device until somebody reads them.
 
 import contextlib
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,12 @@ from fc_optim import metrics
 from fc_optim.batches import Context, Work, container_of, state_work
 from fc_optim.collectives import comm_device, sum_
 from fc_optim.kernels import reference
-from fc_optim.kernels.batch import COUNTS, Batch, Segment, count_size, scattered_positions
+from fc_optim.kernels.batch import COUNTS, Batch, count_size, scattered_positions
 from fc_optim.registry import Managed
 from fc_optim.shards import Group, local
 
 MODES = (False, True, "all")
-SAMPLE = 1 << 16  # coordinates of which captured and lag are taken, in all ranks' shards together
+SAMPLE = 1 << 15  # coordinates of which captured and lag are taken, in all ranks' shards together
 HISTORY = 200  # steps that the lag can look back: 4 bytes for each coordinate and step
 
 Key = tuple[str, tuple[int, ...]]  # what a strand and a rank's sums are sorted by
@@ -83,7 +84,8 @@ class StepMetrics:
     Attributes:
         served_version: `FairCastOptimizer.served_version` after the step.
         names: of the parameters; several for a flat one.
-        sampled: whether a fixed sixteenth of the elements was counted, or (False) all of them.
+        sampled: whether a fixed sixteenth of the elements was counted (of each parameter the
+            first 1024, then 1024 of every 16,384), or (False) all of them.
         steps: numbers of the steps in the sample's history, the last being this one; 0 is W0.
     """
 
@@ -114,7 +116,10 @@ class StepMetrics:
 
     @functools.cached_property
     def total(self) -> Counts:
-        """The counts of all parameters together."""
+        """The counts of all parameters together.
+
+        Where a sixteenth is counted, parameters under 16,384 elements have a greater part in it.
+        """
         return Counts(*self._table.sum(0).tolist())
 
     @functools.cached_property
@@ -199,8 +204,8 @@ class _Part:
     """What one batch counted: a row per segment, each of which belongs to a row of the table."""
 
     counts: Tensor  # int64 [segments, len(COUNTS)]
-    sizes: Sequence[int]  # counted elements of each segment
     rows: Sequence[int]
+    sizes: Sequence[int]  # counted elements of each segment
     taken: Tensor | None  # whether the step was taken; None: it was
 
     def read(self) -> Tensor:
@@ -225,10 +230,8 @@ class Telemetry:
 
     def restart(self) -> None:
         """The next step's weights are another W0."""
-        self._sample: _Sample | None = None
+        self._plan: _Plan | None = None
         self._parts: list[_Part] = []
-        self._rows: dict[int, int] = {}
-        self._cache: dict[Any, Any] = {}
         self._last = StepMetrics(0, (), self.mode != "all")
 
     @property
@@ -240,12 +243,11 @@ class Telemetry:
         if not self.mode:
             return
         self._parts = []
-        self._rows, row = {}, 0
-        for e in entries:
-            self._rows[id(e)] = row
-            row += len(e.slot.names)
-        if not _capturing() and (self._sample is None or not self._sample.fits(entries)):
-            self._sample = _Sample(context, entries)
+        key = [(e.slot.segments, e.slot.names, e.local.device, e.local.dtype) for e in entries]
+        if self._plan is None or self._plan.key != key:
+            self._plan = _Plan(key, entries, self.mode == "all")
+        if self._plan.sample is None and not _capturing():
+            self._plan.sample = _Sample(context, entries)
 
     def fused(self, works: list[Work]) -> list[Work]:
         """Give the batches of a fused step something to count into."""
@@ -286,16 +288,16 @@ class Telemetry:
         """After a step: the figures are those of it from now on."""
         if not self.mode:
             return
-        strands: Mapping[tuple[int, ...], tuple[_Strand, ...]] = {}
-        steps: tuple[int, ...] = ()
-        if self._sample is not None and not _capturing():
-            steps, strands = self._sample.record(entries)
+        plan = self._plan
+        assert plan is not None
+        followed = plan.sample is not None and not _capturing()
+        steps, strands = plan.sample.record(entries) if followed and plan.sample else ((), {})
         self._last = StepMetrics(
             served_version,
-            tuple(name for e in entries for name in e.slot.names),
+            plan.names,
             self.mode != "all",
             steps,
-            tuple(e.slot.layout.groups for e in entries for _ in e.slot.names),
+            plan.groups,
             tuple(self._parts),
             strands,
         )
@@ -306,24 +308,38 @@ class Telemetry:
         works = state_work(context, entries)
         for work in works:
             work.batch.count_all = self.mode == "all"
-        return [(w, [v for i in range(len(w.entries)) for v in _values_of(w.batch, i)]) for w in works]
+        return [
+            (w, [v for i in range(len(w.entries)) for v in _values_of(w.batch, i)]) for w in works
+        ]
 
     def _part(self, counts: Tensor, entries: Sequence[Managed], taken: Tensor | None) -> _Part:
-        segments = [s for e in entries for s in e.slot.segments]
-        rows = [
-            self._rows[id(e)] + i
-            for e in entries
-            for i, piece in enumerate(e.slot.layout.pieces)
-            for _ in piece.segments
-        ]
-        return _Part(counts, [self._size(s) for s in segments], rows, taken)
+        assert self._plan is not None
+        return _Part(counts, *self._plan.rows_and_sizes(entries), taken)
 
-    def _size(self, segment: Segment) -> int:
-        if self.mode == "all":
-            return segment.numel
-        if segment not in self._cache:
-            self._cache[segment] = count_size(segment)
-        return self._cache[segment]
+
+class _Plan:
+    """What is the same in every step, as long as parameters are the same and cut the same way."""
+
+    def __init__(self, key: list[Any], entries: Sequence[Managed], count_all: bool) -> None:
+        self.key, self._all = key, count_all
+        self.names = tuple(name for e in entries for name in e.slot.names)
+        self.groups = tuple(e.slot.layout.groups for e in entries for _ in e.slot.names)
+        ends = itertools.accumulate((len(e.slot.names) for e in entries), initial=0)
+        self._first = {id(e.slot): row for e, row in zip(entries, ends, strict=False)}
+        self._batches: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
+        self.sample: _Sample | None = None
+
+    def rows_and_sizes(self, entries: Sequence[Managed]) -> tuple[list[int], list[int]]:
+        """Of each segment of a batch: its parameter's row of the table, its counted elements."""
+        batch = tuple(id(e.slot) for e in entries)
+        if batch not in self._batches:
+            rows, sizes = [], []
+            for e in entries:
+                for i, piece in enumerate(e.slot.layout.pieces):
+                    rows += [self._first[id(e.slot)] + i] * len(piece.segments)
+                    sizes += [s.numel if self._all else count_size(s) for s in piece.segments]
+            self._batches[batch] = rows, sizes
+        return self._batches[batch]
 
 
 def _values_of(batch: Batch, i: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -343,7 +359,6 @@ class _Sample:
     """A fixed sample of coordinates, evenly over all elements, whichever rank has them."""
 
     def __init__(self, context: Context, entries: Sequence[Managed]) -> None:
-        self._layouts = [(e.slot.segments, e.param.device, e.param.dtype) for e in entries]
         total = sum(piece.shape.numel() for e in entries for piece in e.slot.layout.pieces)
         every = max(1, -(-total // SAMPLE))
         self._kinds: dict[Any, _Kind] = {}
@@ -359,11 +374,6 @@ class _Sample:
         for kind in self._kinds.values():
             kind.start = kind.served(entries)
             kind.masters.append(kind.start)
-
-    def fits(self, entries: Sequence[Managed]) -> bool:
-        return self._layouts == [
-            (e.slot.segments, e.param.device, e.param.dtype) for e in entries
-        ]
 
     def record(
         self, entries: Sequence[Managed]
@@ -394,6 +404,10 @@ class _Kind:
 
     def take(self, entries: Sequence[Managed], masters: bool) -> Tensor:
         own = [entries[i] for i in self.members]
-        tensors = [local(e.state["master"]) if masters else e.local for e in own]
-        tensors = [container_of(t, self._device) for t in tensors]
+        tensors = [local(e.state["master"]) for e in own] if masters else [e.local for e in own]
+        tensors = [t if _plain(t, self._device) else container_of(t, self._device) for t in tensors]
         return self._backend.sample(tensors, self.positions, self._caches[masters])
+
+
+def _plain(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.is_contiguous() and tensor.device == device

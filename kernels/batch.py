@@ -22,6 +22,7 @@ SAMPLE_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: a Weyl sequence, no per
 COUNTS = ("changed", "dead", "saturated", "nonfinite")
 CHUNK_BITS = 10  # 1024 elements of a parameter are counted, or not, as one: a Triton program's
 STRATUM_BITS = 4  # of 16 chunks in a row one is counted
+RUN = 128  # elements that `scattered_positions` takes in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,16 +262,16 @@ def count_size(segment: Segment) -> int:
 
 
 def scattered_positions(segment: Segment, every: int) -> Tensor:
-    """Positions (int64, local to the segment) of one element in `every`, in runs of 16.
+    """Positions (int64, local to the segment) of one element in `every`, in runs of RUN.
 
-    As `is_counted` they are fixed in the unsharded parameter. A run is a line of memory.
+    As `is_counted` they are fixed in the unsharded parameter. A run is a few lines of memory.
     """
     last = segment.base + max(segment.rows - 1, 0) * segment.row_stride + segment.inner - 1
-    stratum = torch.arange(segment.base // (16 * every), last // (16 * every) + 1, device="cpu")
+    stratum = torch.arange(segment.base // (RUN * every), last // (RUN * every) + 1, device="cpu")
     mixed = (stratum + 1) * (SAMPLE_MIX - 2**64) + (segment.param_id << 20)
     run = stratum * every + (mixed >> 20 & 2**44 - 1) % every
-    at = (run[:, None] * 16 + torch.arange(16, device="cpu")).flatten() - segment.base
-    row_stride = segment.row_stride if segment.rows > 1 else max(segment.inner, 1)
+    at = (run[:, None] * RUN + torch.arange(RUN, device="cpu")).flatten() - segment.base
+    row_stride = max(segment.row_stride if segment.rows > 1 else segment.inner, 1)
     row, column = at // row_stride, at % row_stride
     inside = (at >= 0) & (row < segment.rows) & (column < segment.inner)
     return (row * segment.inner + column)[inside]

@@ -227,16 +227,16 @@ def muon_update_(batch: Batch) -> None:
     _launch(k.update_kernel, table[:, k.NUMEL].sum(), table, firsts, scalars, *rounding)
 
 
-def sample(
-    tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[Any, Any]
-) -> Tensor:
+def sample(tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[Any, Any]) -> Tensor:
     """As `reference.sample`."""
     pointers = tuple(map(Tensor.data_ptr, tensors))
-    if cache.get(__name__, ((), None))[0] != pointers:
+    if cache.get(__name__, ((),))[0] != pointers:
         size = tensors[0].element_size()
         places = [p.numpy() * size + a for p, a in zip(positions, pointers, strict=True)]
-        cache[__name__] = pointers, np.concatenate(places)
-    addresses = cache[__name__][1]
-    out = torch.empty(addresses.size, dtype=torch.float32, device="cpu")
-    k.sample_kernel(addresses, out.numpy(), tensors[0].dtype == torch.bfloat16)
+        at = np.concatenate(places)
+        ends = np.append(np.flatnonzero(np.diff(at) != size) + 1, at.size)
+        cache[__name__] = pointers, at[np.append(0, ends[:-1])], ends
+    _, addresses, ends = cache[__name__]
+    out = torch.empty(int(ends[-1]), dtype=torch.float32, device="cpu")
+    k.sample_kernel(addresses, ends, out.numpy(), tensors[0].dtype == torch.bfloat16)
     return out

@@ -277,12 +277,16 @@ def _report(found, counts, s):
 
 
 @_jit
-def sample_kernel(addresses, out, narrow):
-    for i in range(addresses.size):
-        if narrow:
-            out[i] = _widen(_container16(addresses[i], 0))
-        else:
-            out[i] = _master(addresses[i], 0)
+def sample_kernel(addresses, ends, out, narrow):
+    """Gather runs of elements, each given by its first address and its end in `out`."""
+    start = 0
+    for r in range(addresses.size):
+        for i in range(ends[r] - start):
+            if narrow:
+                out[start + i] = _widen(_container16(addresses[r], i))
+            else:
+                out[start + i] = _master(addresses[r], i)
+        start = ends[r]
 
 
 # ---- Foreign writes
@@ -336,7 +340,7 @@ def _gradient(g, grad16, i):
 
 
 @_jit
-def _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found):
+def _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found, usual):
     """Moments and masters of n elements; whether all masters are within bf16.
 
     `maximum` is None without amsgrad, `grad16` for fp32 gradients, `found` where nothing is
@@ -346,6 +350,8 @@ def _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found):
     factor, decay, l2, lerp, from_grad = x[0], x[1], x[2], x[3], x[4] != 0
     beta2, one_minus_beta2, neg_step_size, correction, eps = x[5], x[6], x[7], x[8], x[9]
     has_l2, fine, dead = l2 != 0, True, np.uint32(0)
+    if usual is not None:  # LLVM does not split a loop that counts by what does not change in it
+        has_l2, from_grad = False, False
     for i in range(n):
         wi, mi, gi = _master(w, i), _exp_avg(m, i), _gradient(g, grad16, i) * factor
         gi = gi + wi * l2 if has_l2 else gi
@@ -369,14 +375,22 @@ def _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found):
     return fine
 
 
+@_jit_inline
+def _adam_case(w, m, v, g, grad16, maximum, n, x, kept, found):
+    if found is not None:
+        if x[2] == 0 and x[4] == 0:
+            return _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found, True)
+    return _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found, None)
+
+
 @_jit
 def _adam_tile(row, start, n, g, grad16, x, kept, found):
     at = 4 * start
     w, m, v = row[MASTER] + at, row[EXP_AVG] + at, row[EXP_AVG_SQ] + at
     if row[MAX_EXP_AVG_SQ]:
-        fine = _adam_run(w, m, v, g, grad16, row[MAX_EXP_AVG_SQ] + at, n, x, kept, found)
+        fine = _adam_case(w, m, v, g, grad16, row[MAX_EXP_AVG_SQ] + at, n, x, kept, found)
     else:
-        fine = _adam_run(w, m, v, g, grad16, None, n, x, kept, found)
+        fine = _adam_case(w, m, v, g, grad16, None, n, x, kept, found)
     if not fine:
         _make_canonical(w, n)
         if found is not None:
@@ -393,9 +407,7 @@ def _adam_and_round(row, at, n, grad16, x, words, key0, key1, narrow, kept, foun
 
 
 @_jit
-def adam_kernel(
-    counter, table, firsts, scalars, grad16, key0, key1, narrow, counts, count_all
-):
+def adam_kernel(counter, table, firsts, scalars, grad16, key0, key1, narrow, counts, count_all):
     words, kept = np.empty(TILE // 4 + 2, np.uint64), np.empty(TILE, np.float32)
     found = np.zeros(len(COUNTS), np.int64)
     rounding = words.ctypes.data, key0, key1, narrow, kept.ctypes.data

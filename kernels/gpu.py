@@ -408,9 +408,7 @@ def muon_update_(batch: Batch) -> None:
             )
 
 
-def sample(
-    tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[Any, Any]
-) -> Tensor:
+def sample(tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[Any, Any]) -> Tensor:
     """See `reference.sample`. Not for a captured graph."""
     device, pointers = tensors[0].device, [t.data_ptr() for t in tensors]
     if cache.get("gpu sample", ((), None))[0] != pointers:

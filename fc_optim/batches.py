@@ -186,7 +186,7 @@ def state_work(
     works = []
     for (device, dtype), part in _grouped((e for e in entries if e.local.numel()), key):
         batch = Batch(
-            containers=[_container(e.local, device, copy=scratch) for e in part],
+            containers=[container_of(e.local, device, copy=scratch) for e in part],
             masters=[local(e.state["master"]) for e in part],
             segments=[e.slot.segments for e in part],
             steps=[e.state[step_key(e, context.fused)].to(device) for e in part],
@@ -221,7 +221,7 @@ def update_work(
         grads = [local_grad(e.param) for e in everyone]  # of idle ones as well: may communicate
         part = [e for e in everyone if e.local.numel()]
         batch = Batch(
-            containers=[_container(e.local, device) for e in part],
+            containers=[container_of(e.local, device) for e in part],
             masters=[local(e.state["master"]) for e in part],
             segments=[e.slot.segments for e in part],
             steps=[e.state[step_key(e, fused=True)] for e in part],
@@ -287,7 +287,8 @@ def _muon_hyper(group: dict[str, Any], shape: torch.Size) -> MuonHyper:
     )
 
 
-def _container(part: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+def container_of(part: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    """What kernels can take in its place: the part itself if they can and may, else a copy."""
     if copy:  # not an empty one: kernels do not write the padding of flat parameters
         return part.to(device, memory_format=torch.contiguous_format, copy=True)
     if part.device == device and part.is_contiguous():

@@ -9,12 +9,15 @@ from torch.optim import Optimizer
 from fc_optim.checkpoint import DITHERS
 from fc_optim.kernels.backends import BACKENDS
 from fc_optim.muon import lr_ratio
+from fc_optim.telemetry import MODES
 
-OPTIONS = ("seed", "dither", "masters", "backend", "fp32_grads")
+OPTIONS = ("seed", "dither", "masters", "backend", "fp32_grads", "metrics")
 _classes: dict[Any, type] = {}
 
 
-def check_options(seed: int, dither: str, masters: str, backend: str, fp32_grads: bool) -> None:
+def check_options(
+    seed: int, dither: str, masters: str, backend: str, fp32_grads: bool, metrics: bool | str
+) -> None:
     """Raise ValueError or TypeError for an option that this version does not know."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
         raise ValueError(f"seed: {seed!r} is not an integer in [0, 2**64).")
@@ -24,6 +27,10 @@ def check_options(seed: int, dither: str, masters: str, backend: str, fp32_grads
         raise ValueError(f"masters: {masters!r} is not supported; use 'fp32'.")
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is none of {', '.join(map(repr, BACKENDS))}.")
+    if metrics not in MODES:
+        raise ValueError(
+            f"metrics: {metrics!r} is none of False, True (counts a sixteenth) and 'all'."
+        )
     if fp32_grads and not hasattr(torch.Tensor, "grad_dtype"):
         raise ValueError(f"fp32_grads: torch {torch.__version__} has no Tensor.grad_dtype.")
 

@@ -6,7 +6,7 @@ mapping of named tensors; means are over all elements together, sums are in floa
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -162,19 +162,32 @@ def lag_steps(served: Tensor, masters: list[tuple[int, Tensor]], start: Tensor) 
     `masters` is the history of (step, M_step) up to step t. 0 when the engine has all of it, or by
     chance more; if the answer is older than the history, the history's length.
     """
-    last, newest = masters[-1]
+    newest = masters[-1][1]
     direction = newest.double() - start.double()
-    target = float((served.double() - start.double()) @ direction)
-    later = (last, float(direction @ direction))
-    if target >= later[1]:
+
+    def along(weights: Tensor) -> float:
+        return float((weights.double() - start.double()) @ direction)
+
+    history = ((step, along(m)) for step, m in reversed(masters))
+    return lag_of_projections(along(served), history)
+
+
+def lag_of_projections(target: float, history: Iterable[tuple[int, float]]) -> float:
+    """`lag_steps`, given <S_t - W0, M_t - W0> and, newest first, (s, <M_s - W0, M_t - W0>).
+
+    Takes no more of the history than it needs.
+    """
+    steps = iter(history)
+    last, later = next(steps)
+    at = last
+    if target >= later:
         return 0.0
-    for step, m in reversed(masters[:-1]):
-        along = float((m.double() - start.double()) @ direction)
+    for step, along in steps:
         if along <= target:
-            share = (target - along) / (later[1] - along)
-            return last - (step + share * (later[0] - step))
-        later = (step, along)
-    return float(last - later[0])
+            share = (target - along) / (later - along)
+            return last - (step + share * (at - step))
+        at, later = step, along
+    return float(last - at)
 
 
 @dataclass(frozen=True)

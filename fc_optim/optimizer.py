@@ -21,13 +21,15 @@ from fc_optim.collectives import refuse_disagreement
 from fc_optim.copying import Copying
 from fc_optim.kernels.backends import backend_for
 from fc_optim.registry import FlatBuffer, Managed, Registry, check_dtype
+from fc_optim.report import Reporting
 from fc_optim.serving import Serving
+from fc_optim.telemetry import Telemetry
 from fc_optim.unfused import BaseStep
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
 
 
-class FairCastOptimizer(Serving, Copying):
+class FairCastOptimizer(Serving, Reporting, Copying):
     """Keeps fp32 masters and leaves in every parameter their stochastically rounded bf16 image.
 
     Three ways to make one::
@@ -55,6 +57,8 @@ class FairCastOptimizer(Serving, Copying):
         backend: "auto" (numba on a CPU, triton elsewhere), "reference", "cpu" or "triton".
         fp32_grads: accumulate fp32 gradients on bf16 parameters (`Tensor.grad_dtype`). Not under
             DDP or FSDP.
+        metrics: True lets the kernels count, on a fixed sixteenth of the elements, what each step
+            does; "all" on all of them. `metrics()` has the figures.
         **base_kwargs: the base's own arguments, which it validates itself.
     """
 
@@ -77,9 +81,10 @@ class FairCastOptimizer(Serving, Copying):
         masters: str = "fp32",
         backend: str = "auto",
         fp32_grads: bool = False,
+        metrics: bool | str = False,
         **base_kwargs: Any,
     ):
-        construct.check_options(seed, dither, masters, backend, fp32_grads)
+        construct.check_options(seed, dither, masters, backend, fp32_grads, metrics)
         inner = construct.base_instance(base, params, args, base_kwargs)
         self._seed, self._dither = seed, dither
         self.masters, self.backend, self.fp32_grads = masters, backend, fp32_grads
@@ -89,6 +94,7 @@ class FairCastOptimizer(Serving, Copying):
         self._agreed = False
         self.was_bound = False
         self.registry = Registry()
+        self._telemetry = Telemetry(metrics)
         self._reset_transient(inner)
         # As unpickling does: hooks, profiling, and the base's own groups and state.
         Optimizer.__setstate__(
@@ -120,16 +126,19 @@ class FairCastOptimizer(Serving, Copying):
                 loss = closure()
         entries, scale = self._in_turn(), getattr(self, "grad_scale", None)
         self._foreign.adopt(self.context(), entries)
+        self._before_update(entries)
         try:
             if self.fused:
                 self._step_fused(entries, scale)
             elif not self._skipped():
-                loss = self._base_step.run(
-                    self.param_groups, self.state, entries, self.context(), closure, scale
-                )
+                with self._telemetry.unfused(self.context(), entries, closure is not None):
+                    loss = self._base_step.run(
+                        self.param_groups, self.state, entries, self.context(), closure, scale
+                    )
         finally:  # an exception may have come after some of the weights were written
             self.wrote(entries)
             self._served_version += 1
+        self._telemetry.end(entries, self._served_version)
         self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
 
@@ -140,7 +149,8 @@ class FairCastOptimizer(Serving, Copying):
 
     def _step_fused(self, entries: list[Managed], scale: Tensor | None) -> None:
         found_inf = getattr(self, "found_inf", None)
-        for work in update_work(self.context(), entries, scale, found_inf):
+        works = update_work(self.context(), entries, scale, found_inf)
+        for work in self._telemetry.fused(works):
             work.step()
         excluded = [g for g in self.param_groups if g["served_dtype"] is None and g["params"]]
         if excluded and not self._skipped():
@@ -214,6 +224,7 @@ class FairCastOptimizer(Serving, Copying):
         self._make_masters()
         self._foreign.adopt(self.context(), self.managed(), everything=True, warn=False)
         self._round(self.managed())
+        self._telemetry.restart()
 
     @torch.no_grad()
     def restore_weights(self) -> None:
@@ -400,6 +411,7 @@ class FairCastOptimizer(Serving, Copying):
             state_dict = pre_hook(self, state_dict) or state_dict
         self._check_free("load_state_dict()")
         checkpoint.load_state(self, state_dict)
+        self._telemetry.restart()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -427,7 +439,7 @@ class FairCastOptimizer(Serving, Copying):
         self._caches: dict[Any, dict[Any, Any]] = {}
         self.model = None
         self._busy: str | None = None
-        self._agreed = False
+        self._agreed = self._reported = False
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:

@@ -4,7 +4,8 @@ import functools
 import importlib
 import importlib.util
 import warnings
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ class Backend(Protocol):
     def muon_update_(self, batch: Batch) -> None: ...
     def flag_foreign(self, batch: Batch) -> Tensor: ...
     def adopt_(self, batch: Batch, flags: Tensor) -> Tensor: ...
+    def sample(
+        self, tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[Any, Any]
+    ) -> Tensor: ...
 
 
 @functools.cache

@@ -17,6 +17,13 @@ from torch import Tensor
 SAMPLES = 1024  # elements per segment that `flag_foreign` compares
 SAMPLE_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: a Weyl sequence, no period against columns
 
+# What a step did to a master M and its container S (new against old), in columns of `counts`:
+# bits(S) differ; |M - M_old| < ulp(M_old) / 2; |M| is the largest finite bf16; M is Inf or NaN.
+COUNTS = ("changed", "dead", "saturated", "nonfinite")
+CHUNK_BITS = 10  # 1024 elements of a parameter are counted, or not, as one: a Triton program's
+STRATUM_BITS = 4  # of 16 chunks in a row one is counted
+RUN = 128  # elements that `scattered_positions` takes in a row
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -105,6 +112,8 @@ class Batch:
     updates: bf16, Muon only: Newton-Schulz's input as `muon_momentum_` leaves it, and its output
         as `muon_update_` takes it.
     grad_scale, found_inf: 0-d or one-element fp32 tensors as torch's GradScaler sets them.
+    counts: int64 `[segments of all tensors, len(COUNTS)]`, to which `adam_` and `muon_update_` add
+        what they did to the elements that `is_counted`, or to all with `count_all`; None: nothing.
     cache, shared: for the backend's own use between launches, on the same parameters and of the
         same optimizer on the same device.
     """
@@ -125,6 +134,8 @@ class Batch:
     muon_hypers: list[MuonHyper] = field(default_factory=list)
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    counts: Tensor | None = None
+    count_all: bool = False
     cache: dict[Any, Any] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)
 
@@ -221,3 +232,46 @@ def sample_positions(numel: int) -> Tensor:
     low, high = k * numel // max(count, 1), (k + 1) * numel // max(count, 1)
     mixed = (k * (SAMPLE_MIX - 2**64) >> 20) & (2**44 - 1)
     return low + mixed % (high - low)
+
+
+def is_counted(e: Tensor) -> Tensor:
+    """Whether the elements with flat indices `e` (int64) are in the sixteenth that is counted.
+
+    Of each 16 chunks one, at a place that a Weyl sequence gives; of the first 16 the first. It is
+    the parameter's index that decides, so the figures do not depend on how it is cut.
+    """
+    chunk = e >> CHUNK_BITS
+    return chunk & 15 == _counted_chunk(chunk >> STRATUM_BITS)
+
+
+def _counted_chunk(stratum: Tensor) -> Tensor:
+    return stratum * (SAMPLE_MIX - 2**64) >> 64 - STRATUM_BITS & 15
+
+
+def count_size(segment: Segment) -> int:
+    """How many elements of a segment `is_counted` takes."""
+
+    def before(e: Tensor) -> Tensor:
+        stratum = e >> CHUNK_BITS + STRATUM_BITS
+        inside = e - (stratum << CHUNK_BITS + STRATUM_BITS)
+        first = _counted_chunk(stratum) << CHUNK_BITS
+        return (stratum << CHUNK_BITS) + (inside - first).clamp(0, 1 << CHUNK_BITS)
+
+    starts = segment.base + torch.arange(segment.rows, device="cpu") * segment.row_stride
+    return int((before(starts + segment.inner) - before(starts)).sum())
+
+
+def scattered_positions(segment: Segment, every: int) -> Tensor:
+    """Positions (int64, local to the segment) of one element in `every`, in runs of RUN.
+
+    As `is_counted` they are fixed in the unsharded parameter. A run is a few lines of memory.
+    """
+    last = segment.base + max(segment.rows - 1, 0) * segment.row_stride + segment.inner - 1
+    stratum = torch.arange(segment.base // (RUN * every), last // (RUN * every) + 1, device="cpu")
+    mixed = (stratum + 1) * (SAMPLE_MIX - 2**64) + (segment.param_id << 20)
+    run = stratum * every + (mixed >> 20 & 2**44 - 1) % every
+    at = (run[:, None] * RUN + torch.arange(RUN, device="cpu")).flatten() - segment.base
+    row_stride = max(segment.row_stride if segment.rows > 1 else segment.inner, 1)
+    row, column = at // row_stride, at % row_stride
+    inside = (at >= 0) & (row < segment.rows) & (column < segment.inner)
+    return (row * segment.inner + column)[inside]

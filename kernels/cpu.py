@@ -1,7 +1,7 @@
 """The CPU backend: `reference`'s kernels with the same bits, on a pool of threads."""
 
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
 from operator import attrgetter
@@ -22,7 +22,7 @@ from fc_optim.kernels.batch import (
 )
 from fc_optim.kernels.reference import adopt_
 
-__all__ = ["adam_", "adopt_", "flag_foreign", "muon_momentum_", "muon_update_", "round_"]
+__all__ = ["adam_", "adopt_", "flag_foreign", "muon_momentum_", "muon_update_", "round_", "sample"]
 
 SERIAL = 1 << 20  # elements: below, waking a thread costs about what it saves
 
@@ -141,6 +141,11 @@ def _muon_scalars(batch: Batch, table: np.ndarray, scale: float = 1.0) -> np.nda
     return _scalars(table, map(id, hypers), lambda i: _muon_row(muon_scalars(hypers[i], scale)))
 
 
+def _counting(batch: Batch) -> tuple[int | None, bool]:
+    """What a kernel that can count takes last; None compiles it without."""
+    return (None if batch.counts is None else batch.counts.data_ptr()), batch.count_all
+
+
 def _scale(batch: Batch) -> float:
     return 1.0 if batch.grad_scale is None else batch.grad_scale.item()
 
@@ -188,7 +193,7 @@ def adam_(batch: Batch) -> None:
     table, firsts = _table(batch, "containers", "masters", "grads", *moments)
     addresses = _addresses(batch.steps)
     steps = k.read_steps(addresses, False) + np.float32(1)
-    rounding = _rounding(batch, table, steps)
+    rounding = *_rounding(batch, table, steps), *_counting(batch)
     hypers, counts, scale = batch.hypers, steps.tolist(), _scale(batch)
     scalars = _scalars(
         table,
@@ -218,4 +223,20 @@ def muon_update_(batch: Batch) -> None:
     table, firsts = _table(batch, "containers", "masters", "updates")
     scalars = _muon_scalars(batch, table)
     rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), True))
+    rounding = *rounding, *_counting(batch)
     _launch(k.update_kernel, table[:, k.NUMEL].sum(), table, firsts, scalars, *rounding)
+
+
+def sample(tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[Any, Any]) -> Tensor:
+    """As `reference.sample`."""
+    pointers = tuple(map(Tensor.data_ptr, tensors))
+    if cache.get(__name__, ((),))[0] != pointers:
+        size = tensors[0].element_size()
+        places = [p.numpy() * size + a for p, a in zip(positions, pointers, strict=True)]
+        at = np.concatenate(places)
+        ends = np.append(np.flatnonzero(np.diff(at) != size) + 1, at.size)
+        cache[__name__] = pointers, at[np.append(0, ends[:-1])], ends
+    _, addresses, ends = cache[__name__]
+    out = torch.empty(int(ends[-1]), dtype=torch.float32, device="cpu")
+    k.sample_kernel(addresses, ends, out.numpy(), tensors[0].dtype == torch.bfloat16)
+    return out

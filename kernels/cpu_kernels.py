@@ -19,7 +19,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fc_optim.kernels.batch import SAMPLES
+from fc_optim.kernels.batch import CHUNK_BITS, COUNTS, SAMPLE_MIX, SAMPLES, STRATUM_BITS
 
 BLOCK = 1 << 14  # elements a thread claims at a time: about 15 microseconds of work
 TILE = 512  # elements: 8 KiB of four fp32 arrays, a quarter of a first-level cache
@@ -33,8 +33,10 @@ MASK32, HIGH16 = np.uint64(0xFFFFFFFF), np.uint32(0xFFFF0000)
 SIGN, MAGNITUDE = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 INF, QUIET_NAN, LARGEST_BF16 = np.uint32(0x7F800000), np.uint32(0x7FC00000), np.uint32(0x7F7F0000)
 LARGEST = LARGEST_BF16.view(np.float32)
+SMALLEST_NORMAL = np.float32(2.0**-126)
 PHILOX_M0, PHILOX_M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 PHILOX_W0, PHILOX_W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+MIX, TOP_BITS = np.uint64(SAMPLE_MIX), np.uint64(64 - STRATUM_BITS)
 
 OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
 _jit = njit(**OPTIONS)
@@ -44,7 +46,7 @@ _jit_inline = njit(**OPTIONS, forceinline=True)  # LLVM's own choice may leave a
 # ---- Memory by address
 
 STREAMS = ["container", "master", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "words"]
-STREAMS += ["momentum_buffer", "update"]
+STREAMS += ["momentum_buffer", "update", "kept"]
 
 
 def _stream(name: str, dtype: Any) -> tuple[Any, Any]:
@@ -94,19 +96,21 @@ _exp_avg_sq, _put_exp_avg_sq = _stream("exp_avg_sq", types.float32)
 _maximum, _put_maximum = _stream("max_exp_avg_sq", types.float32)
 _buffer, _put_buffer = _stream("momentum_buffer", types.float32)
 _orthogonal, _put_update = _stream("update", types.uint16)
-_word, _ = _stream("words", types.uint16)
+_random, _ = _stream("words", types.uint16)
 _, _put_words = _stream("words", types.uint64)
+_kept, _keep = _stream("kept", types.float32)
+_kept_bits, _ = _stream("kept", types.uint32)
 
 
 @intrinsic
-def _claim(typingctx: Any, counter: Any) -> Any:
-    """Atomically add 1 to the int64 at an address; its old value."""
+def _fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
+    """Atomically add to the int64 at an address; its old value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "monotonic")
+        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
 
-    return types.int64(types.int64), codegen
+    return types.int64(types.int64, types.int64), codegen
 
 
 # ---- Rounding
@@ -168,20 +172,29 @@ def _make_canonical(w, n):
 
 
 @_jit
-def _round_run(container, bits, words, n, narrow, canonical):
+def _round_run(container, bits, words, n, narrow, canonical, found):
     """Add and truncate; only `canonical` patterns cannot carry out of a special value."""
+    changed = np.uint32(0)
     if narrow:
         for i in range(n):
             x = _bits(bits, i) if canonical else _canonical(_bits(bits, i))
-            _put_container16(container, i, np.uint16(x + _word(words, i) >> U16))
+            y = np.uint16(x + _random(words, i) >> U16)
+            if found is not None:
+                changed = np.uint32(changed + np.uint32(y != _container16(container, i)))
+            _put_container16(container, i, y)
     else:
         for i in range(n):
             x = _bits(bits, i) if canonical else _canonical(_bits(bits, i))
-            _put_container32(container, i, np.uint32(x + _word(words, i) & HIGH16))
+            z = np.uint32(x + _random(words, i) & HIGH16)
+            if found is not None:
+                changed = np.uint32(changed + np.uint32(z != _container32(container, i)))
+            _put_container32(container, i, z)
+    if found is not None:
+        found[0] += changed
 
 
 @_jit
-def _round_tile(row, start, n, words, key0, key1, narrow, canonical):
+def _round_tile(row, start, n, words, key0, key1, narrow, canonical, found):
     """Round n masters of a segment, from element `start` on, run by run."""
     done = 0
     while done < n:
@@ -193,14 +206,14 @@ def _round_tile(row, start, n, words, key0, key1, narrow, canonical):
         _fill(words, row, e, run, key0, key1)
         container = row[CONTAINER] + (2 * at if narrow else 4 * at)
         first_word = words + 2 * (e & 7)
-        _round_run(container, row[MASTER] + 4 * at, first_word, run, narrow, canonical)
+        _round_run(container, row[MASTER] + 4 * at, first_word, run, narrow, canonical, found)
         done += run
 
 
 @_jit
 def _next_block(counter, table, firsts):
     """Claim a block: its segment, start and stop; start is -1 when there is none left."""
-    b = _claim(counter.ctypes.data)
+    b = _fetch_add(counter.ctypes.data, 1)
     if b >= firsts[-1]:
         return 0, -1, -1
     s = np.searchsorted(firsts, b, side="right") - 1
@@ -217,7 +230,63 @@ def round_kernel(counter, table, firsts, key0, key1, narrow):
             return words[0]  # keeps the buffer alive
         for at in range(start, stop, TILE):
             n = min(TILE, stop - at)
-            _round_tile(table[s], at, n, words.ctypes.data, key0, key1, narrow, False)
+            _round_tile(table[s], at, n, words.ctypes.data, key0, key1, narrow, False, None)
+
+
+# ---- Counting: what a step does to a run of elements goes to `found`, in columns of COUNTS
+
+
+@_jit
+def _piece(row, at, limit, count_all):
+    """Of the elements from `at` on: how many are counted, or not, as one; and whether they are."""
+    if count_all:
+        return limit, True
+    r = at // row[INNER] if row[INNER] < row[NUMEL] else 0
+    c = at - r * row[INNER]
+    e = row[BASE] + r * row[ROW_STRIDE] + c
+    chunk = e >> CHUNK_BITS
+    taken = np.int64(np.uint64(chunk >> STRATUM_BITS) * MIX >> TOP_BITS)
+    n = min(limit, row[INNER] - c, (chunk + 1 << CHUNK_BITS) - e)
+    return n, chunk & (1 << STRATUM_BITS) - 1 == taken
+
+
+@_jit_inline
+def _is_dead(new, old, old_bits):
+    """As in `reference.count_changes`."""
+    scale = np.uint32(old_bits & INF).view(np.float32)
+    scale = scale if scale > SMALLEST_NORMAL else SMALLEST_NORMAL
+    return abs(new - old) * np.float32(256) < scale
+
+
+@_jit
+def _count_special(w, kept, n, found):
+    """Count a run whose masters are not all within bf16, after they were made canonical."""
+    for i in range(n):
+        magnitude = _bits(w, i) & MAGNITUDE
+        found[1] += _is_dead(_master(w, i), _kept(kept, i), _kept_bits(kept, i))
+        found[2] += magnitude == LARGEST_BF16
+        found[3] += magnitude >= INF
+
+
+@_jit
+def _report(found, counts, s):
+    for c in range(found.size):
+        if found[c]:
+            _fetch_add(counts + 8 * (s * found.size + c), found[c])
+            found[c] = 0
+
+
+@_jit
+def sample_kernel(addresses, ends, out, narrow):
+    """Gather runs of elements, each given by its first address and its end in `out`."""
+    start = 0
+    for r in range(addresses.size):
+        for i in range(ends[r] - start):
+            if narrow:
+                out[start + i] = _widen(_container16(addresses[r], i))
+            else:
+                out[start + i] = _master(addresses[r], i)
+        start = ends[r]
 
 
 # ---- Foreign writes
@@ -252,7 +321,7 @@ def _is_foreign(row, at, found, masters, key0, key1, narrow):
 def flag_kernel(counter, table, positions, ends, flags, key0, key1, narrow):
     found, masters = np.empty(SAMPLES, np.uint32), np.empty(SAMPLES, np.uint32)
     while True:
-        s = _claim(counter.ctypes.data)
+        s = _fetch_add(counter.ctypes.data, 1)
         if s >= len(table):
             return
         at = positions[ends[s] - min(table[s, NUMEL], SAMPLES) : ends[s]]
@@ -271,15 +340,18 @@ def _gradient(g, grad16, i):
 
 
 @_jit
-def _adam_run(w, m, v, g, grad16, maximum, n, x):
+def _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found, usual):
     """Moments and masters of n elements; whether all masters are within bf16.
 
-    `maximum` is None without amsgrad, `grad16` is None for fp32 gradients: what is None is known
-    from its type, so each case is compiled on its own.
+    `maximum` is None without amsgrad, `grad16` for fp32 gradients, `found` where nothing is
+    counted: what is None is known from its type, so each case is compiled on its own. `kept` is
+    where counting keeps the masters of before.
     """
     factor, decay, l2, lerp, from_grad = x[0], x[1], x[2], x[3], x[4] != 0
     beta2, one_minus_beta2, neg_step_size, correction, eps = x[5], x[6], x[7], x[8], x[9]
-    has_l2, fine = l2 != 0, True
+    has_l2, fine, dead = l2 != 0, True, np.uint32(0)
+    if usual is not None:  # LLVM does not split a loop that counts by what does not change in it
+        has_l2, from_grad = False, False
     for i in range(n):
         wi, mi, gi = _master(w, i), _exp_avg(m, i), _gradient(g, grad16, i) * factor
         gi = gi + wi * l2 if has_l2 else gi
@@ -291,39 +363,70 @@ def _adam_run(w, m, v, g, grad16, maximum, n, x):
             old = _maximum(maximum, i)
             vi = old if old >= vi or old != old else vi  # NaN wins, as in torch.maximum
             _put_maximum(maximum, i, vi)
+        before, bits = wi, _bits(w, i)
         wi = wi * decay + mi * neg_step_size / (np.sqrt(vi) / correction + eps)
+        if found is not None:
+            _keep(kept, i, before)
+            dead = np.uint32(dead + np.uint32(_is_dead(wi, before, bits)))
         _put_master(w, i, wi)
-        fine &= abs(wi) <= LARGEST
+        fine &= abs(wi) < LARGEST if found is not None else abs(wi) <= LARGEST
+    if found is not None and fine:
+        found[1] += dead
     return fine
 
 
+@_jit_inline
+def _adam_case(w, m, v, g, grad16, maximum, n, x, kept, found):
+    if found is not None:
+        if x[2] == 0 and x[4] == 0:
+            return _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found, True)
+    return _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found, None)
+
+
 @_jit
-def _adam_tile(row, start, n, g, grad16, x):
+def _adam_tile(row, start, n, g, grad16, x, kept, found):
     at = 4 * start
     w, m, v = row[MASTER] + at, row[EXP_AVG] + at, row[EXP_AVG_SQ] + at
     if row[MAX_EXP_AVG_SQ]:
-        fine = _adam_run(w, m, v, g, grad16, row[MAX_EXP_AVG_SQ] + at, n, x)
+        fine = _adam_case(w, m, v, g, grad16, row[MAX_EXP_AVG_SQ] + at, n, x, kept, found)
     else:
-        fine = _adam_run(w, m, v, g, grad16, None, n, x)
+        fine = _adam_case(w, m, v, g, grad16, None, n, x, kept, found)
     if not fine:
         _make_canonical(w, n)
+        if found is not None:
+            _count_special(w, kept, n, found)
 
 
 @_jit
-def adam_kernel(counter, table, firsts, scalars, grad16, key0, key1, narrow):
-    words = np.empty(TILE // 4 + 2, np.uint64)
+def _adam_and_round(row, at, n, grad16, x, words, key0, key1, narrow, kept, found):
+    if grad16:
+        _adam_tile(row, at, n, row[GRAD] + 2 * at, True, x, kept, found)
+    else:
+        _adam_tile(row, at, n, row[GRAD] + 4 * at, None, x, kept, found)
+    _round_tile(row, at, n, words, key0, key1, narrow, True, found)
+
+
+@_jit
+def adam_kernel(counter, table, firsts, scalars, grad16, key0, key1, narrow, counts, count_all):
+    words, kept = np.empty(TILE // 4 + 2, np.uint64), np.empty(TILE, np.float32)
+    found = np.zeros(len(COUNTS), np.int64)
+    rounding = words.ctypes.data, key0, key1, narrow, kept.ctypes.data
     while True:
         s, start, stop = _next_block(counter, table, firsts)
         if start < 0:
-            return words[0]  # keeps the buffer alive
-        row, x = table[s], scalars[table[s, SCALARS]]
-        for at in range(start, stop, TILE):
-            n = min(TILE, stop - at)
-            if grad16:
-                _adam_tile(row, at, n, row[GRAD] + 2 * at, True, x)
+            return words[0] + kept[0]  # keeps the buffers alive
+        row, x, at = table[s], scalars[table[s, SCALARS]], start
+        while at < stop:
+            n, counted = min(TILE, stop - at), False
+            if counts is not None:
+                n, counted = _piece(row, at, n, count_all)
+            if counts is not None and counted:
+                _adam_and_round(row, at, n, grad16, x, *rounding, found)
             else:
-                _adam_tile(row, at, n, row[GRAD] + 4 * at, None, x)
-            _round_tile(row, at, n, words.ctypes.data, key0, key1, narrow, True)
+                _adam_and_round(row, at, n, grad16, x, *rounding, None)
+            at += n
+        if counts is not None:
+            _report(found, counts, s)
 
 
 # ---- Muon
@@ -354,29 +457,53 @@ def momentum_kernel(counter, table, firsts, scalars, grad16):
 
 
 @_jit
-def _update_run(w, u, n, x):
+def _update_run(w, u, n, x, kept, found):
     """Masters of n elements; whether all are within bf16."""
-    decay, neg_lr, fine = x[5], x[6], True
+    decay, neg_lr, fine, dead = x[5], x[6], True, np.uint32(0)
     for i in range(n):
-        wi = _master(w, i) * decay + _widen(_orthogonal(u, i)) * neg_lr
+        before, bits = _master(w, i), _bits(w, i)
+        wi = before * decay + _widen(_orthogonal(u, i)) * neg_lr
+        if found is not None:
+            _keep(kept, i, before)
+            dead = np.uint32(dead + np.uint32(_is_dead(wi, before, bits)))
         _put_master(w, i, wi)
-        fine &= abs(wi) <= LARGEST
+        fine &= abs(wi) < LARGEST if found is not None else abs(wi) <= LARGEST
+    if found is not None and fine:
+        found[1] += dead
     return fine
 
 
 @_jit
-def update_kernel(counter, table, firsts, scalars, key0, key1, narrow):
-    words = np.empty(TILE // 4 + 2, np.uint64)
+def _update_and_round(row, at, n, x, words, key0, key1, narrow, kept, found):
+    w = row[MASTER] + 4 * at
+    if not _update_run(w, row[UPDATE] + 2 * at, n, x, kept, found):
+        _make_canonical(w, n)
+        if found is not None:
+            _count_special(w, kept, n, found)
+    _round_tile(row, at, n, words, key0, key1, narrow, True, found)
+
+
+@_jit
+def update_kernel(counter, table, firsts, scalars, key0, key1, narrow, counts, count_all):
+    words, kept = np.empty(TILE // 4 + 2, np.uint64), np.empty(TILE, np.float32)
+    found = np.zeros(len(COUNTS), np.int64)
+    rounding = words.ctypes.data, key0, key1, narrow, kept.ctypes.data
     while True:
         s, start, stop = _next_block(counter, table, firsts)
         if start < 0:
-            return words[0]  # keeps the buffer alive
-        row, x = table[s], scalars[table[s, SCALARS]]
-        for at in range(start, stop, TILE):
-            n, w = min(TILE, stop - at), row[MASTER] + 4 * at
-            if not _update_run(w, row[UPDATE] + 2 * at, n, x):
-                _make_canonical(w, n)
-            _round_tile(row, at, n, words.ctypes.data, key0, key1, narrow, True)
+            return words[0] + kept[0]  # keeps the buffers alive
+        row, x, at = table[s], scalars[table[s, SCALARS]], start
+        while at < stop:
+            n, counted = min(TILE, stop - at), False
+            if counts is not None:
+                n, counted = _piece(row, at, n, count_all)
+            if counts is not None and counted:
+                _update_and_round(row, at, n, x, *rounding, found)
+            else:
+                _update_and_round(row, at, n, x, *rounding, None)
+            at += n
+        if counts is not None:
+            _report(found, counts, s)
 
 
 # ---- Step counts

@@ -5,6 +5,8 @@ steps is in device memory too: nothing recompiles, the host never waits, and a c
 replays. CUDA, XPU and (interpreted) CPU tensors are taken.
 """
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from fc_optim.kernels import batch as batch_module
 from fc_optim.kernels.batch import Batch
 from fc_optim.kernels.gpu_ops import (
     PREPARE_BLOCK,
+    SAMPLE_MIX,
     as_float,
     begin,
     block_bounds,
     canonical,
+    count,
     dither_epoch,
     draw,
     draw_at,
@@ -82,12 +86,13 @@ from fc_optim.kernels.gpu_tables import (
 
 SCAN = tl.constexpr(256)  # segments whose flags an adoption program reads at a time
 PROGRAMS_PER_CORE = 4  # of the adoption kernel, which in most steps has nothing to do
-# Register bound of Adam's kernel without column shards, of which no variant needs more than 76.
+# Register bounds of Adam's kernel without column shards: what its variants need without spills.
 # Without a bound ptxas spills some variants in order to stay at 64 or 72.
 ADAM_REGISTERS = 80
+COUNTING_AMSGRAD_REGISTERS = 96
 
 SAMPLES = tl.constexpr(batch_module.SAMPLES)
-SAMPLE_MIX = tl.constexpr(batch_module.SAMPLE_MIX - 2**64)
+COUNTS = tl.constexpr(len(batch_module.COUNTS))
 
 
 @triton.jit
@@ -203,18 +208,24 @@ def _prepare_muon_kernel(tensors, epoch, hypers, scalars, count, ADVANCE: tl.con
 
 
 @triton.jit
-def _finish(row, start, bounds, w, t, C: tl.constexpr, STRIDED: tl.constexpr):
-    """Store new masters, made canonical, and their shadow."""
+def _finish(
+    row, start, bounds, w, t, counts, blocks,
+    C: tl.constexpr, STRIDED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Store new masters, made canonical, and their shadow; first compare them with the old."""
     bits = canonical(w.to(tl.int32, bitcast=True))
     shadow = shadow_of(bits, draw(row, start, t, STRIDED))
+    if COUNT is not None:
+        at = counts + tl.load(blocks + tl.program_id(0)).to(tl.int64) * COUNTS
+        count(row, start, bounds, bits, shadow, at, C, STRIDED, COUNT)
     store(row, CONTAINER, C, start, bounds, narrow(shadow, C))
     store(row, MASTER, tl.int32, start, bounds, bits)
 
 
 @triton.jit
 def _adam_kernel(
-    segments, blocks, scalars, C: tl.constexpr, G: tl.constexpr,
-    AMSGRAD: tl.constexpr, HAS_L2: tl.constexpr, STRIDED: tl.constexpr,
+    segments, blocks, scalars, counts, C: tl.constexpr, G: tl.constexpr,
+    AMSGRAD: tl.constexpr, HAS_L2: tl.constexpr, STRIDED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     row, start = find_block(segments, blocks)
     s = scalars + tl.load(row + TENSOR) * SCALAR_COLUMNS
@@ -241,7 +252,15 @@ def _adam_kernel(
         second = v
     root = tl.div_rn(tl.sqrt_rn(second), scalar(s, BIAS_CORRECTION2_SQRT))
     w += tl.div_rn(m * scalar(s, NEG_STEP_SIZE), root + scalar(s, EPSILON))
-    _finish(row, start, bounds, w, tl.load(s + EPOCH), C, STRIDED)
+    if COUNT is not None:  # registers to count with
+        _store_moments(row, start, bounds, m, v, second, AMSGRAD)
+    _finish(row, start, bounds, w, tl.load(s + EPOCH), counts, blocks, C, STRIDED, COUNT)
+    if COUNT is None:
+        _store_moments(row, start, bounds, m, v, second, AMSGRAD)
+
+
+@triton.jit
+def _store_moments(row, start, bounds, m, v, second, AMSGRAD: tl.constexpr):
     store(row, EXP_AVG, tl.float32, start, bounds, m)
     store(row, EXP_AVG_SQ, tl.float32, start, bounds, v)
     if AMSGRAD:
@@ -267,7 +286,10 @@ def _muon_momentum_kernel(segments, blocks, scalars, G: tl.constexpr):
 
 
 @triton.jit
-def _muon_update_kernel(segments, blocks, scalars, C: tl.constexpr, STRIDED: tl.constexpr):
+def _muon_update_kernel(
+    segments, blocks, scalars, counts,
+    C: tl.constexpr, STRIDED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     row, start = find_block(segments, blocks)
     s = scalars + tl.load(row + TENSOR) * SCALAR_COLUMNS
     bounds = block_bounds(row, start)
@@ -277,7 +299,16 @@ def _muon_update_kernel(segments, blocks, scalars, C: tl.constexpr, STRIDED: tl.
         return
 
     w = w * scalar(s, DECAY) + as_float(widen(update, tl.int16)) * scalar(s, NEG_LR)
-    _finish(row, start, bounds, w, tl.load(s + EPOCH), C, STRIDED)
+    _finish(row, start, bounds, w, tl.load(s + EPOCH), counts, blocks, C, STRIDED, COUNT)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _sample_kernel(addresses, out, size, C: tl.constexpr):
+    i = tl.program_id(0) * SCAN + tl.arange(0, SCAN)
+    live = i < size
+    address = tl.load(addresses + i, live, other=0)
+    x = tl.load(address.to(tl.pointer_type(C)), live, other=0)
+    tl.store(out + i, widen(x, C), live)
 
 
 def round_(batch: Batch) -> None:
@@ -333,12 +364,14 @@ def adam_(batch: Batch) -> None:
                 table,
                 blocks,
                 scalars,
+                batch.counts,
                 C=_patterns(batch.containers),
                 G=_patterns(batch.grads),
                 AMSGRAD=bool(batch.max_exp_avg_sqs),
                 HAS_L2=any(not h.decoupled and h.weight_decay != 0 for h in batch.hypers),
                 STRIDED=strided,
-                **launch.options(REGISTERS if strided else ADAM_REGISTERS),
+                COUNT=_counting(batch),
+                **launch.options(_adam_registers(batch, strided)),
             )
 
 
@@ -363,10 +396,34 @@ def muon_update_(batch: Batch) -> None:
         table, blocks, strided = launch.segments("containers", "masters", "updates")
         scalars = _prepare(launch, _prepare_muon_kernel, ADVANCE=True)
         if len(blocks):
-            arguments = (table, blocks, scalars)
             _muon_update_kernel[(len(blocks),)](
-                *arguments, C=_patterns(batch.containers), STRIDED=strided, **launch.options()
+                table,
+                blocks,
+                scalars,
+                batch.counts,
+                C=_patterns(batch.containers),
+                STRIDED=strided,
+                COUNT=_counting(batch),
+                **launch.options(),
             )
+
+
+def sample(tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[Any, Any]) -> Tensor:
+    """See `reference.sample`. Not for a captured graph."""
+    device, pointers = tensors[0].device, [t.data_ptr() for t in tensors]
+    if cache.get("gpu sample", ((), None))[0] != pointers:
+        size = tensors[0].element_size()
+        places = [p * size + a for p, a in zip(positions, pointers, strict=True)]
+        cache["gpu sample"] = pointers, torch.cat(places).to(device)
+    addresses = cache["gpu sample"][1]
+    out = torch.empty(addresses.numel(), dtype=torch.float32, device=device)
+    on_cpu = device.type == "cpu"
+    with nullcontext() if on_cpu else torch.accelerator.device_index(device.index):
+        programs = triton.cdiv(addresses.numel(), SCAN.value)
+        arguments = addresses, out.view(torch.int32), addresses.numel()
+        if programs:
+            _sample_kernel[(programs,)](*arguments, C=_patterns(tensors))
+    return out
 
 
 def _prepare(launch: Launch, kernel: Any, **constants: bool) -> Tensor:
@@ -379,6 +436,18 @@ def _prepare(launch: Launch, kernel: Any, **constants: bool) -> Tensor:
     return scalars
 
 
-def _patterns(tensors: list[Tensor]) -> tl.dtype:
+def _adam_registers(batch: Batch, strided: bool) -> int:
+    if strided:
+        return REGISTERS
+    counting_amsgrad = batch.counts is not None and bool(batch.max_exp_avg_sqs)
+    return COUNTING_AMSGRAD_REGISTERS if counting_amsgrad else ADAM_REGISTERS
+
+
+def _counting(batch: Batch) -> str | None:
+    """None compiles a kernel without (and without its argument, which is None as well)."""
+    return None if batch.counts is None else "all" if batch.count_all else "sampled"
+
+
+def _patterns(tensors: Sequence[Tensor]) -> tl.dtype:
     """Integers of these tensors' width."""
     return tl.int16 if tensors[0].dtype == torch.bfloat16 else tl.int32

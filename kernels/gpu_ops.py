@@ -7,11 +7,12 @@ interpreter converts between bf16 and fp32 wrongly, and integers leave no choice
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from fc_optim.kernels import reference
+from fc_optim.kernels import batch, reference
 from fc_optim.kernels.gpu_tables import (
     ALIGNED,
     BASE,
     BLOCK,
+    CONTAINER,
     END,
     EPOCH,
     FIRST,
@@ -21,6 +22,7 @@ from fc_optim.kernels.gpu_tables import (
     HYPER,
     HYPER_COLUMNS,
     INNER,
+    MASTER,
     PARAM_ID,
     ROW_STRIDE,
     SCALAR_COLUMNS,
@@ -36,6 +38,10 @@ PREPARE_BLOCK = tl.constexpr(128)  # tensors per program of a prologue
 LARGEST_BF16 = tl.constexpr(reference.LARGEST_BF16)
 INF = tl.constexpr(reference.INF)
 QUIET_NAN = tl.constexpr(reference.QUIET_NAN)
+SMALLEST_NORMAL = tl.constexpr(reference.SMALLEST_NORMAL)
+SAMPLE_MIX = tl.constexpr(batch.SAMPLE_MIX - 2**64)
+CHUNK_BITS, STRATUM_BITS = tl.constexpr(batch.CHUNK_BITS), tl.constexpr(batch.STRATUM_BITS)
+assert BLOCK.value == 1 << batch.CHUNK_BITS  # so that most programs count all of a block or nothing
 
 
 @triton.jit
@@ -236,3 +242,52 @@ def begin(tensors, epoch, hypers, scalars, count, ADVANCE: tl.constexpr):
 def scalar(row, column: tl.constexpr):
     """An fp32 number that a prologue computed."""
     return as_float(tl.load(row + column))
+
+
+@triton.jit
+def _is_counted(e):
+    """`batch.is_counted`."""
+    chunk = e >> CHUNK_BITS
+    taken = (((chunk >> STRATUM_BITS) * SAMPLE_MIX) >> (64 - STRATUM_BITS)) & 15
+    return (chunk & 15) == taken
+
+
+@triton.jit
+def count(
+    row, start, bounds, bits, shadow, at,
+    C: tl.constexpr, STRIDED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Add to `at` what a step does to a block: `reference.count_changes`, before the stores.
+
+    The old masters are read again: in 15 of 16 blocks nothing need keep them. No store can come
+    before these loads, for the sums wait for all threads.
+    """
+    lane = tl.arange(0, BLOCK)
+    live = (lane >= bounds[0]) & (lane < bounds[1])
+    some = True
+    if COUNT == "sampled":
+        if STRIDED:
+            live &= _is_counted(flat_index(row, start + lane))
+            some = tl.max(live.to(tl.int32), axis=0) != 0
+        else:  # a block lies in two chunks, or in one
+            e = tl.load(row + BASE) + start
+            border = BLOCK - (e & (BLOCK - 1)).to(tl.int32)
+            one, two = _is_counted(e), _is_counted(e + (BLOCK - 1))
+            live &= ((lane < border) & one) | ((lane >= border) & two)
+            some = one | two
+    if some:
+        before = load(row, MASTER, tl.int32, start, bounds)
+        words = widen(load(row, CONTAINER, C, start, bounds), C)
+        scale = tl.maximum(as_float(before & INF), SMALLEST_NORMAL)
+        moved = tl.abs(as_float(bits) - as_float(before)) * 256.0
+        magnitude = bits & 0x7FFFFFFF
+        changed, dead = live & (words != shadow), live & (moved < scale)
+        clamped, nonfinite = live & (magnitude == LARGEST_BF16), live & (magnitude >= INF)
+        usual = tl.sum(changed.to(tl.int32) | (dead.to(tl.int32) << 16), axis=0)
+        special = tl.sum(clamped.to(tl.int32) | (nonfinite.to(tl.int32) << 16), axis=0)
+        if usual != 0:
+            tl.atomic_add(at, (usual & 0xFFFF).to(tl.int64), sem="relaxed")
+            tl.atomic_add(at + 1, (usual >> 16).to(tl.int64), sem="relaxed")
+        if special != 0:
+            tl.atomic_add(at + 2, (special & 0xFFFF).to(tl.int64), sem="relaxed")
+            tl.atomic_add(at + 3, (special >> 16).to(tl.int64), sem="relaxed")

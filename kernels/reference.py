@@ -5,7 +5,8 @@ square roots are taken in float64 and rounded (torch's CPU sqrt is an ulp off on
 The compiled backends (`cpu`, `gpu`) take the same arguments and give the same bits.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from fc_optim.kernels.batch import (
     Batch,
     Segment,
     adam_scalars,
+    is_counted,
     muon_scalars,
     sample_positions,
 )
@@ -25,6 +27,7 @@ SIGN = -0x80000000
 INF = 0x7F800000
 QUIET_NAN = 0x7FC00000
 LARGEST_BF16 = 0x7F7F0000
+SMALLEST_NORMAL = 2.0**-126  # fp32's, and bf16's
 
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57  # Salmon et al. 2011, table 2
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
@@ -59,10 +62,15 @@ def random_words(
         words = torch.stack(_philox_of_groups(g, segment.param_id, seed, t, stream), dim=-1)
         pair = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten().to(torch.int32)
         return pair[lane : lane + segment.inner]
+    e = flat_indices(segment, device)
+    return random_words_at(e, param_id=segment.param_id, seed=seed, t=t, stream=stream)
+
+
+def flat_indices(segment: Segment, device: torch.device | str = "cpu") -> Tensor:
+    """Where a segment's elements are in the unsharded parameter, in local order: int64."""
     columns = torch.arange(segment.inner, device=device, dtype=torch.int64)
     rows = torch.arange(segment.rows, device=device, dtype=torch.int64) * segment.row_stride
-    e = (segment.base + rows[:, None] + columns).flatten()
-    return random_words_at(e, param_id=segment.param_id, seed=seed, t=t, stream=stream)
+    return (segment.base + rows[:, None] + columns).flatten()
 
 
 def random_words_at(e: Tensor, *, param_id: int, seed: int, t: int, stream: int = 0) -> Tensor:
@@ -178,8 +186,9 @@ def adam_(batch: Batch) -> None:
         batch.steps[i] += 1
         t = _dither_epoch(batch, i)
         for part, at in _chunks(batch, i):
-            _adam_chunk(batch, i, at, scalars)
-            _finish(batch, i, part, at, t)
+            with _counting(batch, i, part):
+                _adam_chunk(batch, i, at, scalars)
+                _finish(batch, i, part, at, t)
 
 
 def muon_momentum_(batch: Batch) -> None:
@@ -215,8 +224,9 @@ def muon_update_(batch: Batch) -> None:
         t = _dither_epoch(batch, i)
         for part, at in _chunks(batch, i):
             w, update = master.view(-1)[at], batch.updates[i].view(-1)[at].float()
-            w.mul_(_fp32(scalars.decay, w)).add_(update * _fp32(scalars.neg_lr, w))
-            _finish(batch, i, part, at, t)
+            with _counting(batch, i, part):
+                w.mul_(_fp32(scalars.decay, w)).add_(update * _fp32(scalars.neg_lr, w))
+                _finish(batch, i, part, at, t)
 
 
 def _finish(batch: Batch, i: int, part: Segment, at: slice, t: int) -> None:
@@ -256,3 +266,60 @@ def _adam_chunk(batch: Batch, i: int, at: slice, scalars: AdamScalars) -> None:
     root = second.double().sqrt().to(torch.float32)
     denominator = root / _fp32(scalars.bias_correction2_sqrt, w) + _fp32(scalars.eps, w)
     w.add_(m * _fp32(scalars.neg_step_size, w) / denominator)
+
+
+# ---- Counting
+
+
+@contextlib.contextmanager
+def _counting(batch: Batch, i: int, part: Segment) -> Iterator[None]:
+    """Add to `batch.counts` what the code inside does to a piece of tensor `i`."""
+    if batch.counts is None:
+        yield
+        return
+    rows = [(k, s) for k, tensor in enumerate(batch.segments) for s in tensor]
+    row = next(
+        r
+        for r, (k, s) in enumerate(rows)
+        if k == i and s.offset <= part.offset < s.offset + s.numel
+    )
+    before = counted_values(batch, i, part)
+    yield
+    batch.counts[row] += count_changes(before, counted_values(batch, i, part))
+
+
+def counted_values(batch: Batch, i: int, part: Segment) -> tuple[Tensor, Tensor]:
+    """Copies of masters and containers (fp32 patterns, int32) where a piece is counted."""
+    at = slice(part.offset, part.offset + part.numel)
+    master, container = batch.masters[i].view(-1)[at], batch.containers[i].view(-1)[at]
+    if batch.count_all:
+        return master.clone().view(torch.int32), container.float().view(torch.int32).clone()
+    hit = is_counted(flat_indices(part, master.device))
+    return master[hit].view(torch.int32), container[hit].float().view(torch.int32)
+
+
+def count_changes(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
+    """What happened between two `counted_values`: int64 `[len(COUNTS)]`, see `batch.COUNTS`.
+
+    |M - M_old| < ulp(M_old) / 2 is exact in fp32: near the threshold the difference is, and both
+    sides are scaled by 256, so that a subnormal half ulp is never rounded.
+    """
+    (before, old_words), (after, words) = old, new
+    scale = (before & INF).view(torch.float32).clamp(min=SMALLEST_NORMAL)
+    moved = (after.view(torch.float32) - before.view(torch.float32)).abs() * 256
+    magnitude = after & 0x7FFFFFFF
+    found = (words != old_words, moved < scale, magnitude == LARGEST_BF16, magnitude >= INF)
+    return torch.stack([x.sum() for x in found])
+
+
+def sample(
+    tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[object, object]
+) -> Tensor:
+    """The values of contiguous tensors of one dtype (bf16, fp32) at flat positions: fp32, 1-D.
+
+    All in a row; the caller owns the result. `positions` are int64 on the host, and the same ones
+    whenever the same `cache` is given.
+    """
+    return torch.cat(
+        [t.view(-1)[p.to(t.device)].float() for t, p in zip(tensors, positions, strict=True)]
+    )

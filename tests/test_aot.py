@@ -18,25 +18,38 @@ import pytest
 
 TARGETS = (80, 90, 100)
 PER_THREAD = 8  # elements
-ADAM = {"AMSGRAD": False, "HAS_L2": False, "STRIDED": False}
+SILENT = {"counts": None, "COUNT": None}  # without metrics; else `counts` is a pointer
+ADAM = {"AMSGRAD": False, "HAS_L2": False, "STRIDED": False, **SILENT}
+AMSGRAD = {"AMSGRAD": True, "HAS_L2": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("_adam_kernel", {"C": "int16", "G": "int32", **ADAM}),
     "adamw, bf16 grads": ("_adam_kernel", {"C": "int16", "G": "int16", **ADAM}),
     "adam, amsgrad, grid": (
         "_adam_kernel",
-        {"C": "int32", "G": "int32", **ADAM, "AMSGRAD": True, "HAS_L2": True},
+        {"C": "int32", "G": "int32", **ADAM, **AMSGRAD},
     ),
     "adamw, boxes": ("_adam_kernel", {"C": "int16", "G": "int32", **ADAM, "STRIDED": True}),
     "muon momentum": ("_muon_momentum_kernel", {"G": "int32"}),
     "muon momentum, bf16 grads": ("_muon_momentum_kernel", {"G": "int16"}),
-    "muon update": ("_muon_update_kernel", {"C": "int16", "STRIDED": False}),
-    "muon update, grid": ("_muon_update_kernel", {"C": "int32", "STRIDED": False}),
+    "muon update": ("_muon_update_kernel", {"C": "int16", "STRIDED": False, **SILENT}),
+    "muon update, grid": ("_muon_update_kernel", {"C": "int32", "STRIDED": False, **SILENT}),
     "round": ("_round_kernel", {"C": "int16", "STRIDED": False}),
     "prepare adam": ("_prepare_adam_kernel", {}),
     "prepare muon": ("_prepare_muon_kernel", {"ADVANCE": True}),
     "flag": ("_flag_kernel", {"C": "int16"}),
     "adopt": ("_adopt_kernel", {"C": "int16", "STRIDED": False}),
 }
+for _mode in ("sampled", "all"):
+    VARIANTS |= {
+        f"{name}, metrics {_mode}": (
+            VARIANTS[name][0],
+            {k: x for k, x in VARIANTS[name][1].items() if k != "counts"} | {"COUNT": _mode},
+        )
+        for name in (
+            *("adamw", "adamw, bf16 grads", "adam, amsgrad, grid", "adamw, boxes"),
+            *("muon update", "muon update, grid"),
+        )
+    }
 STREAMS = {  # 128-bit loads and stores, 64-bit stores: two of each for every stream of that width
     "adamw": (8, 6, 2),
     "adamw, bf16 grads": (6, 6, 2),
@@ -72,14 +85,16 @@ def compile_all(capability: int) -> dict[str, dict[str, Any]]:
     for name, (kernel_name, options) in VARIANTS.items():
         kernel = getattr(gpu, kernel_name)
         constants = {
-            (kernel.arg_names.index(k),): getattr(tl, x) if isinstance(x, str) else x
+            (kernel.arg_names.index(k),): getattr(tl, x) if k in ("C", "G") else x
             for k, x in options.items()
         }
         signature = {
             k: "constexpr" if k in options else POINTERS.get(k, "i32") for k in kernel.arg_names
         }
-        plain_adam = kernel_name == "_adam_kernel" and not options["STRIDED"]
-        registers = gpu.ADAM_REGISTERS if plain_adam else gpu_tables.REGISTERS
+        registers = gpu_tables.REGISTERS
+        if kernel_name == "_adam_kernel" and not options["STRIDED"]:
+            counting = options["AMSGRAD"] and options["COUNT"]
+            registers = gpu.COUNTING_AMSGRAD_REGISTERS if counting else gpu.ADAM_REGISTERS
         compiled = triton.compile(
             ASTSource(kernel, signature, constants),
             target=GPUTarget("cuda", capability, 32),
@@ -140,6 +155,9 @@ def launch_all() -> dict[str, int]:
             matrices = make_muon_batch(sizes, step=step, lr=step, nesterov=step == 0, **options)
             gpu.muon_momentum_(matrices)
             gpu.muon_update_(matrices)
+            for b, function in ((batch, gpu.adam_), (matrices, gpu.muon_update_)):
+                b.counts = torch.zeros(len(sizes), 4, dtype=torch.int64)
+                function(b)
     names = {kernel for kernel, _ in VARIANTS.values()}
     return {name: len(getattr(gpu, name).device_caches[0][0]) for name in names}
 
@@ -268,6 +286,7 @@ def test_one_compilation_per_kernel() -> None:
     """Over steps, rates, epochs, seeds, and batches of 1, 2 and 300 tensors."""
     expected = {name: 1 for name, _ in VARIANTS.values()}
     expected["_prepare_muon_kernel"] = 2  # one for the momentum, one for the update
+    expected |= {"_adam_kernel": 2, "_muon_update_kernel": 2}  # with metrics and without
     assert run_apart("launch") == expected
 
 

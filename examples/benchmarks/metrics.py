@@ -1,0 +1,79 @@
+"""What step metrics cost FairCastAdamW on a CPU, as ratios measured in pairs within one run.
+
+    python examples/benchmarks/metrics.py            # 50 M parameters, 100 tensors, 2 threads
+
+Each pair times one step with metrics and one without, back to back, in alternating order: with
+`metrics=True` (a sixteenth is counted; captured and lag are sampled in both) and "all". The figures
+are not read. `--read` reads them after every step, as a logger would.
+"""
+
+import argparse
+from pathlib import Path
+
+import results
+import torch
+from cpu import weights
+from timing import Step, pairs, print_header, print_row, row_of
+from torch import Tensor, nn
+
+from fc_optim import FairCastAdamW
+from fc_optim.telemetry import flatten
+
+
+def stepper(
+    start: list[Tensor],
+    grads: list[Tensor],
+    container: str,
+    grad: str,
+    metrics: bool | str,
+    read: bool = False,
+) -> Step:
+    dtype = {"native": torch.bfloat16, "grid": torch.float32}[container]
+    params = [nn.Parameter(w.to(dtype, copy=True)) for w in start]
+    for p, g in zip(params, grads, strict=True):
+        if grad == "fp32" and container == "native":
+            p.grad_dtype = torch.float32
+        p.grad = g.to(torch.float32 if grad == "fp32" else torch.bfloat16)
+    opt = FairCastAdamW(params, lr=1e-6, metrics=metrics)
+
+    def step() -> None:
+        opt.step()
+        if read:
+            flatten(opt.metrics())
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The cost of step metrics in paired ratios.")
+    parser.add_argument("--params", type=int, default=50_000_000)
+    parser.add_argument("--tensors", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=41)
+    parser.add_argument("--read", action="store_true", help="read the figures after every step")
+    parser.add_argument("--csv", type=Path, help="append the rows to this file")
+    args = parser.parse_args()
+    if args.params < args.tensors or min(args.tensors, args.threads, args.pairs) < 1:
+        parser.error("--params must be at least --tensors, and all of them positive")
+    torch.set_num_threads(args.threads)
+
+    generator = torch.Generator().manual_seed(0)
+    start = weights(args.params, args.tensors, generator)
+    grads = [torch.randn(w.shape, generator=generator) * 1e-3 for w in start]
+    rows = []
+    print_header()
+    for container, grad in (("native", "fp32"), ("native", "bf16"), ("grid", "fp32")):
+        for metrics in (True, "all"):
+            step = stepper(start, grads, container, grad, metrics, args.read)
+            plain = stepper(start, grads, container, grad, False)
+            mine, theirs = pairs(step, plain, args.pairs)
+            names = f"{container}, {grad} grads", f"metrics={metrics!r} / off"
+            row = row_of(*names, mine, theirs, args.params, tensors=args.tensors, read=args.read)
+            rows.append(row)
+            print_row(row)
+    if args.csv:
+        results.append(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,7 @@ class Work:
             self.backend.adam_(batch)
         self._write_back()
         for e in self.idle:
-            taken = 1 if batch.found_inf is None else 1 - batch.found_inf.reshape(())
+            taken = 1 if batch.found_inf is None else batch.found_inf.reshape(()) == 0
             e.state[step_key(e, fused=True)] += taken
 
     def _orthogonalise(self) -> None:
@@ -130,8 +130,8 @@ def complete_state(entry: Managed, fused: bool) -> None:
             state[key] = like(entry.param, torch.zeros_like(local(master)))
             continue
         check_shape(key, value, entry.slot.name, entry.param)
-        if value.dtype != torch.float32 or not value.is_contiguous():
-            state[key] = value.to(torch.float32).contiguous()
+        if value.dtype != torch.float32 or not local(value).is_contiguous():
+            state[key] = like(entry.param, local(value).to(torch.float32).contiguous())
 
 
 def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
@@ -151,12 +151,19 @@ def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
             f"as {mine or 'a plain tensor'}: load it with torch.distributed.checkpoint, which "
             "cuts it anew."
         )
+    if local(value).shape != local(param).shape:  # as many rows for another number of ranks
+        raise ValueError(
+            f"state: this rank's part of the {key} of {name!r} has shape "
+            f"{tuple(local(value).shape)}, of the parameter {tuple(local(param).shape)}: it was "
+            "saved on another number of ranks. Load it with torch.distributed.checkpoint, which "
+            "cuts it anew."
+        )
 
 
 def _check_master(entry: Managed) -> None:
     master = entry.state["master"]
     check_shape("master", master, entry.slot.name, entry.param)
-    if master.dtype != torch.float32 or not master.is_contiguous():
+    if master.dtype != torch.float32 or not local(master).is_contiguous():
         raise TypeError(
             f"state: the master of {entry.slot.name!r} is {master.dtype}, strides "
             f"{master.stride()}: it must be contiguous float32. Something rewrote the state; load "

@@ -204,6 +204,11 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, Tensor):
             check_shape(key, value, name, param)
+            if shards.is_dtensor(value) and value.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"state_dict: the {key} of {name!r} is on {value.device_mesh}, the parameter "  # type: ignore[attr-defined]
+                    f"on {param.device_mesh}: load it with torch.distributed.checkpoint."  # type: ignore[attr-defined]
+                )
         elif value is not None:
             raise ValueError(f"state_dict: the {key} of {name!r} is {value!r}, not a tensor.")
     for key in ("step", "dither_step"):

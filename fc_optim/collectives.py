@@ -74,7 +74,8 @@ def anywhere(flag: bool, groups: Sequence[Group]) -> bool:
     if not groups:
         return flag
     count = torch.tensor([int(flag)], device=comm_device(groups, torch.device("cpu")))
-    sum_(count, groups)
+    for group in groups:
+        torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=group)
     return bool(count.item())
 
 
@@ -84,18 +85,18 @@ def refuse_disagreement(options: Mapping[str, object], groups: Sequence[Group]) 
         int.from_bytes(hashlib.blake2b(repr(v).encode(), digest_size=8).digest(), "little") >> 1
         for v in options.values()
     ]
-    for group in groups:
-        both = torch.tensor([hashes, [-h for h in hashes]])
+    both = torch.tensor([hashes, [-h for h in hashes]], device="cpu")
+    for group in groups:  # through all of them before anybody raises, or the others would wait
         both = both.to(comm_device([group], both.device))
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
-        differ = [k for k, high, low in zip(options, *both.tolist(), strict=True) if high != -low]
-        if differ:
-            mine = ", ".join(f"{k}={options[k]!r:.60}" for k in differ)
-            raise RuntimeError(
-                f"the ranks of this job disagree about {', '.join(differ)} (here: {mine}): their "
-                "copies would be rounded apart. Build the optimizer with the same arguments on "
-                "every rank."
-            )
+    differ = [k for k, high, low in zip(options, *both.tolist(), strict=True) if high != -low]
+    if differ:
+        mine = ", ".join(f"{k}={options[k]!r:.60}" for k in differ)
+        raise RuntimeError(
+            f"the ranks of this job disagree about {', '.join(differ)} (here: {mine}): their "
+            "copies would be rounded apart. Build the optimizer with the same arguments on every "
+            "rank."
+        )
 
 
 def comm_device(groups: Sequence[Group], device: torch.device) -> torch.device:

@@ -62,7 +62,7 @@ def _refuse_rounding_forward(model: nn.Module | None, entries: list[Managed]) ->
         reason = "autocast is active"
     elif model is not None and any(isinstance(m, wrappers) for m in model.modules()):
         reason = "the model is under FSDP"
-    elif any(e.slot.layout.groups for e in entries):
+    elif any(e.slot.layout.groups or shards.is_dtensor(e.param) for e in entries):
         reason = "parameters are sharded"
     elif any(hasattr(e.param, "ds_id") or hasattr(e.param, "_ds_tensor") for e in entries):
         reason = "the model is under DeepSpeed"
@@ -92,6 +92,7 @@ def fp32_copy(
     if which not in ("master", "served"):
         raise ValueError(f"which: {which!r} is neither 'master' nor 'served'.")
     opt.publish()
+    shards.reshard(model)
     managed = {e.param: e for e in opt.managed()}
     if not any(p in managed for p in model.parameters()):
         raise RuntimeError("fp32_copy: the optimizer trains none of the model's parameters.")

@@ -81,18 +81,28 @@ class ForeignWrites:
 
         With `groups`, on all their ranks if it is so on one: else the others would wait for it.
         """
-        self._warn_pending(wait=True)
-        suspects: list[Managed] = []
-        for work in state_work(context, entries):
-            flags = work.backend.flag_foreign(work.batch).tolist()
-            suspects += [e for e, f in zip(work.entries, flags, strict=True) if f or _moved(e)]
-        found = list(self.compare(context, suspects))
-        if anywhere(bool(found), groups):
+        found: list[str] = []
+        failed: Exception | None = None
+        try:
+            self._warn_pending(wait=True)
+            found = list(self.compare(context, self._suspects(context, entries)))
+        except Exception as error:
+            failed = error
+        if anywhere(bool(found or failed), groups):
+            if failed is not None:
+                raise failed
             what = _listed(found) if found else "parameters of other ranks"
             raise RuntimeError(
                 f"{action}: {what} changed since the optimizer last wrote: {REMEDIES}. "
                 "(The next step() would adopt them.)"
             )
+
+    def _suspects(self, context: Context, entries: Sequence[Managed]) -> list[Managed]:
+        suspects: list[Managed] = []
+        for work in state_work(context, entries):
+            flags = work.backend.flag_foreign(work.batch).tolist()
+            suspects += [e for e, f in zip(work.entries, flags, strict=True) if f or _moved(e)]
+        return suspects
 
     def compare(self, context: Context, entries: Iterable[Managed]) -> dict[str, int]:
         """Names and element counts of containers that differ from their shadows, fully compared."""

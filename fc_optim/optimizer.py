@@ -162,7 +162,10 @@ class FairCastOptimizer(Serving, Reporting, Copying):
 
         Else it unscales gradients and skips steps itself, which others then see.
         """
-        return bool(self.defaults.get("fused"))
+        # FSDP1's scaler learns of other ranks' overflows only where it unscales itself.
+        flat = any(e.slot.layout.groups and not shards.is_dtensor(e.param)
+                   for e in self._with_master())  # fmt: skip
+        return bool(self.defaults.get("fused")) and not flat
 
     def _skipped(self) -> bool:
         """Whether GradScaler found an overflow (a host read: unfused optimizers only)."""
@@ -184,7 +187,7 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         if not self._agreed:
             self.agree()
             self._agreed = True
-        groups = self.registry.groups(replicas=False)
+        groups = self.registry.groups(replicas=True)
         self._foreign.refuse(self.context(), self.managed(), "publish()", groups)
         if redraw and self.dither == "sync":
             self._epoch += 1
@@ -237,12 +240,17 @@ class FairCastOptimizer(Serving, Reporting, Copying):
     def bind(self, model: nn.Module) -> "FairCastOptimizer":
         """Take names and order of `served_params()` from `model`. Random bits do not change.
 
+        Under DistributedDataParallel it is collective: replicas that were built differently are
+        refused, as `agree` does it.
+
         Raises ValueError if the optimizer trains none of the model's parameters. Returns self.
         """
+        shards.reshard(model)  # FSDP2 shows other parameters while they are whole
         self.registry.bind(self.param_groups, model)
         self.was_bound = True
         self.model = model
         self._agreed = False  # the model knows of more ranks
+        self.agree(shards.ddp_groups(model))
         return self
 
     def declare_flat(
@@ -278,6 +286,7 @@ class FairCastOptimizer(Serving, Reporting, Copying):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Masters of the new parameters are made at the next publish or step."""
         self._base.param_groups = self.param_groups  # somebody may have replaced the list
+        self._agreed = False
         self._base.add_param_group(param_group)  # appends to the shared list, after its checks
         try:
             self._admit(self.param_groups[-1])

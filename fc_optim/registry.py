@@ -49,6 +49,11 @@ class Slot:
         """Find out how `param`, the tensor that is here now, is cut."""
         if self._cut[0] is not param or self._cut[2] != self.ids:
             layout = shards.layout_of(param, known, self.name)
+            if len(layout.pieces) != len(self.ids):
+                raise RuntimeError(
+                    f"parameter {self.name!r}: a flat buffer does not say what it holds after "
+                    "pickling; call declare_flat() again."
+                )
             self._cut = param, layout, self.ids, layout.segments(self.ids)
 
     @property
@@ -86,7 +91,6 @@ class Registry:
     def __init__(self) -> None:
         self._slots: list[list[Slot]] = []
         self.known: dict[Tensor, Layout] = {}  # layouts that the tensors themselves do not show
-        self._ddp: list[Group] = []
         self._replaced: list[tuple[dict[str, Any], Tensor, Slot]] | None = None
         self.inside: Any = WeakTensorKeyDictionary()  # parameter -> its flat buffer, its piece
         self._first: Any = WeakTensorKeyDictionary()  # slots by the tensors that they began with
@@ -168,8 +172,7 @@ class Registry:
                     "anywhere: Muon needs whole ones. Use fully_shard (FSDP2), or Adam."
                 )
             held, expected = e.local.numel(), sum(s.numel for s in e.slot.segments)
-            padded = hasattr(e.param, "_is_flat_param") or e.param in self.known
-            if held < expected or (held > expected and not padded):
+            if held < expected or (held > expected and not e.slot.flat):  # flat ones are padded
                 raise RuntimeError(
                     f"parameter {e.slot.name!r} has {held} elements here, its shard has "
                     f"{expected}: leave summon_full_params() and the like first."
@@ -195,13 +198,15 @@ class Registry:
         self._replaced = places
 
     def groups(self, *, replicas: bool) -> list[Group]:
-        """The process groups that hold the rest of any parameter; or copies too, `replicas`."""
+        """The process groups that hold the rest of any parameter; or copies too, `replicas`.
+
+        Not those of DistributedDataParallel: one of its ranks may serve alone.
+        """
         slots = [s for of_group in self._slots for s in of_group]
         if self._replaced is not None:
             slots = [slot for _, _, slot in self._replaced]
         layouts = [slot.layout for slot in slots if slot.layout]
-        groups = shards.groups_of(layouts, replicas=replicas)
-        return groups + [g for g in self._ddp if replicas and g not in groups]
+        return shards.groups_of(layouts, replicas=replicas)
 
     def refuse_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
         """Raise RuntimeError if masters belong to parameters that are in no group any more."""
@@ -264,7 +269,6 @@ class Registry:
                 "parameters the optimizer was built from."
             )
         self.known.update(shards.fsdp1_layouts(model))
-        self._ddp = shards.ddp_groups(model)
         for tensor, slot in places:
             slot.bound = tensor in names
             if slot.bound:
@@ -312,6 +316,11 @@ def check_dtype(param: Tensor, name: str) -> None:
         )
     if param.layout != torch.strided:
         raise TypeError(f"parameter {name!r} is {param.layout}: only dense parameters are served.")
+    if shards.is_dtensor(param) and param.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+        raise TypeError(
+            f"parameter {name!r} is on {param.device_mesh}, which this rank is not part of: build "  # type: ignore[attr-defined]
+            "the optimizer on the ranks of the mesh alone, from their parameters."
+        )
     param = shards.local(param)
     if any(stride == 0 and n > 1 for stride, n in zip(param.stride(), param.shape, strict=True)):
         raise TypeError(f"parameter {name!r} is expanded (a stride is 0): make it contiguous().")

@@ -174,6 +174,11 @@ def list_items(
         if entry is not None:
             dtype = torch.float32 if which == "master" else torch.bfloat16
         layout = shards.layout_of(holder, known, names[0][0])
+        if hasattr(holder, "_is_flat_param") and holder not in known:
+            raise RuntimeError(
+                f"parameter {names[0][0]!r} is in a flat parameter of FSDP1: call bind(model) with "
+                "the FullyShardedDataParallel model before serving."
+            )
         piece = layout.pieces[first]
         if entry is not None and which == "master":
             part = shards.local(entry.state["master"])
@@ -244,6 +249,8 @@ def stream(
             if full and bucket[0].groups:
                 parts = [(i.part.reshape(-1), i.piece, i.dtype) for i in bucket]
                 values = gather(parts, bucket[0].groups)[::-1]
+                if copy and len(values) > 1:
+                    values = [v.clone() for v in values]
             else:
                 values = [_own(i) if copy else i.local() for i in bucket[::-1]]
             for item in bucket:

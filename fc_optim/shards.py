@@ -112,7 +112,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def like(param: Tensor, part: Tensor) -> Tensor:
-    """`part` as this rank's part of a tensor sharded as `param` is. Shares its memory."""
+    """`part`, contiguous, as this rank's part of a tensor sharded as `param`. Shares its memory."""
     if not is_dtensor(param):
         return part
     return type_of_dtensor().from_local(
@@ -121,7 +121,7 @@ def like(param: Tensor, part: Tensor) -> Tensor:
         param.placements,  # type: ignore[attr-defined]
         run_check=False,
         shape=param.shape,
-        stride=param.stride(),
+        stride=torch.empty(param.shape, device="meta").stride(),  # of a contiguous whole
     )
 
 
@@ -158,7 +158,10 @@ def layout_of(param: Tensor, known: Mapping[Tensor, Layout], name: str) -> Layou
         mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
         if any(p.is_partial() for p in placements):
             raise TypeError(f"parameter {name!r} is {placements}: partial sums cannot be served.")
-        return _dtensor_layout(mesh, tuple(placements), param.shape)
+        piece = _dtensor_piece(mesh, tuple(placements), param.shape)
+        by_dim = [(p.is_replicate(), mesh.get_group(i)) for i, p in enumerate(placements)]
+        groups = tuple(group for copies, group in by_dim if not copies)
+        return Layout((piece,), groups, tuple(group for copies, group in by_dim if copies))
     if hasattr(param, "_is_flat_param"):  # the groups are known once the model is bound
         return Layout(tuple(_flat_pieces(param)))
     if hasattr(param, "_fsdp_flattened"):
@@ -170,13 +173,9 @@ def layout_of(param: Tensor, known: Mapping[Tensor, Layout], name: str) -> Layou
 
 
 @functools.lru_cache(maxsize=100_000)
-def _dtensor_layout(mesh: Any, placements: tuple[Any, ...], shape: torch.Size) -> Layout:
+def _dtensor_piece(mesh: Any, placements: tuple[Any, ...], shape: torch.Size) -> Piece:
     owned = [_owned(mesh, placements, d, n) for d, n in enumerate(shape)]
-    groups: list[Group] = []
-    replicas: list[Group] = []
-    for i, placement in enumerate(placements):
-        (replicas if placement.is_replicate() else groups).append(mesh.get_group(i))
-    return Layout((Piece(shape, tuple(_boxes(owned, shape))),), tuple(groups), tuple(replicas))
+    return Piece(shape, tuple(_boxes(owned, shape)))
 
 
 def _owned(mesh: Any, placements: tuple[Any, ...], dim: int, size: int) -> Tensor:
@@ -200,8 +199,8 @@ def _owned(mesh: Any, placements: tuple[Any, ...], dim: int, size: int) -> Tenso
 def _owned_of_one(mesh: Any, placements: tuple[Any, ...], size: int) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
-    if all(p.is_replicate() for p in placements) or mesh.get_coordinate() is None:
-        return torch.arange(size if mesh.get_coordinate() is not None else 0)
+    if all(p.is_replicate() for p in placements):
+        return torch.arange(size, device="cpu")
     index = torch.arange(size, device=mesh.device_type)
     cut = distribute_tensor(index, mesh, placements, src_data_rank=None)  # communicates nothing
     return local(cut).cpu()
@@ -238,7 +237,7 @@ def _boxes(owned: Sequence[Tensor], shape: torch.Size) -> Iterator[Segment]:
 
 def _flat_index(owned: Sequence[Tensor], shape: torch.Size, size: int) -> Tensor:
     """Row-major flat index of the product of index sets of the leading dimensions."""
-    flat = torch.zeros(1, dtype=torch.int64)
+    flat = torch.zeros(1, dtype=torch.int64, device="cpu")
     for index, n in zip(owned, shape, strict=False):
         flat = (flat[:, None] * n + index).flatten()
     return flat * size
@@ -308,9 +307,10 @@ def fsdp1_layouts(model: nn.Module) -> dict[Tensor, Layout]:
 
 
 def reshard(model: nn.Module | None) -> None:
-    """Drop whole parameters that FSDP2 still keeps: they are of the weights before this write.
+    """Drop whole parameters that FSDP still keeps: they are of the weights before this write.
 
-    It keeps the root's after a forward without a backward, and would use them again.
+    It keeps some after a forward without a backward, and would use them again. FSDP1 has no public
+    way to drop them; this does what it does itself at the end of a backward.
     """
     module = sys.modules.get("torch.distributed.fsdp")
     if model is None or module is None:
@@ -318,6 +318,15 @@ def reshard(model: nn.Module | None) -> None:
     for m in model.modules():
         if isinstance(m, module.FSDPModule):
             m.reshard()
+    for unit in module.FullyShardedDataParallel.fsdp_modules(model):
+        handle = unit._handle
+        if handle is None or not handle.uses_sharded_strategy:
+            continue
+        begun = hasattr(handle.flat_param, "_full_param_padded")  # there was a forward
+        if begun and handle._training_state.name == "IDLE" and not handle.needs_unshard():
+            handle.reshard(True)
+            handle.post_reshard()
+            handle._prefetched = False
 
 
 def ddp_groups(model: nn.Module) -> list[Group]:

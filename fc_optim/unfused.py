@@ -12,6 +12,7 @@ from fc_optim.batches import Context, check_grad, make_canonical, state_work
 from fc_optim.construct import own_attributes
 from fc_optim.naming import STATE_KEYS
 from fc_optim.registry import Managed
+from fc_optim.shards import like, local_grad
 
 
 class BaseStep:
@@ -150,7 +151,7 @@ def _grads_to_masters(entries: Iterable[Managed], grad_scale: Tensor | None) -> 
         grad = e.param.grad
         if grad is not None:
             check_grad(e)
-            grad = grad.detach().float().contiguous()
+            grad = like(e.param, local_grad(e.param).float().contiguous())
             if grad_scale is not None:
                 grad = grad / grad_scale.to(grad.device)
         e.state["master"].grad = grad

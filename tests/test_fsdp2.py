@@ -4,6 +4,7 @@ import copy
 import time
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import strategies
@@ -13,9 +14,9 @@ from strategies import Model, clean, gradients, optimizer, run, sharded
 from test_sharding import differences, spawn, start
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -242,6 +243,119 @@ def shards_and_copies_to_evaluate(rank):
         fc_optim.fp32_copy(model, opt, into=bigger)
 
 
+def fsdp1_forwards_on_what_is_served(rank):
+    """It, too, keeps whole parameters after a forward without a backward."""
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        for original in (True, False):
+            model = FullyShardedDataParallel(
+                nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)),
+                device_id=torch.device("cpu"),
+                use_orig_params=original,
+                sharding_strategy=strategy,
+            )
+            opt = optimizer(model.named_parameters(), dither="sync").bind(model)
+            x = torch.ones(2, 5)
+            for write in (opt.publish, lambda o=opt: o.publish(redraw=True), opt.restore_weights):
+                with torch.no_grad():
+                    model(x)
+                    write()
+                    (w, b, v, c) = (t.float() for t in served(opt).values())
+                    torch.testing.assert_close(model(x), (x @ w.T + b) @ v.T + c)
+
+
+def bound_after_a_forward(rank):
+    model = sharded(Model(), mesh(), FP32)
+    opt = optimizer(model.named_parameters())
+    with torch.no_grad():
+        model(gradients(0))
+        opt.bind(model)
+        model(gradients(0))
+        fc_optim.fp32_copy(model, opt, into=Model())
+    assert list(served(opt)) == [n for n, p in Model().named_parameters() if p.requires_grad]
+
+
+def state_of_another_cut_is_refused(rank):
+    def state_with(place):
+        state = copy.deepcopy(opt.state_dict())
+        for entry in state["state"].values():
+            entry["master"] = place(entry["master"])
+        return state
+
+    def halved(master):  # as if saved on twice the ranks
+        part = master.to_local()[: len(master.to_local()) // 2]
+        shape = {"shape": master.shape, "stride": master.stride()}
+        return DTensor.from_local(part, master.device_mesh, master.placements, **shape)
+
+    weight = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh(), [Shard(0)]))
+    opt = optimizer([weight])
+    before = served(opt)
+    for place, message in (
+        (halved, "another number of ranks"),
+        (lambda m: m.redistribute(placements=[Shard(1)]), "cut as"),
+        (lambda m: m.full_tensor().bfloat16(), "not float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opt.load_state_dict(state_with(place))
+        assert torch.equal(served(opt)["param.0"], before["param.0"])
+    whole = state_with(lambda m: m.full_tensor() + 1)
+    opt.load_state_dict(whole)
+    assert torch.equal(dict(opt.master_params())["param.0"], whole["state"][0]["master"])
+
+
+def odd_tensors_step(rank):
+    """Copies, transposed and channels_last DTensors; gradients that are partial sums."""
+    generator = torch.Generator().manual_seed(0)  # ranks have other global seeds
+    image = torch.randn(4, 3, 2, 2, generator=generator)
+    image = image.contiguous(memory_format=torch.channels_last)
+    for base, options in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        results = []
+        for place in (None, [Shard(0)], [Replicate()]):
+            generator.manual_seed(1)
+            tensors = [image.clone(), torch.randn(6, 4, generator=generator).T]
+            if place is not None:
+                tensors = [distribute_tensor(t, mesh(), place, src_data_rank=None) for t in tensors]
+            params = [nn.Parameter(t) for t in tensors]
+            opt = FairCastOptimizer(base, params, lr=0.1, **options)
+            for _ in range(2):
+                for p in params:
+                    p.grad = torch.ones_like(p)
+                    if place is not None:
+                        half = torch.full(p.shape, 0.5)
+                        p.grad = DTensor.from_local(half, mesh(), [Partial()])
+                opt.step()
+            opt.state_dict()
+            with pytest.raises(RuntimeError, match="sharded") if place else nullcontext():
+                with opt.masters_in_model():
+                    pass
+            results.append(opt.served_digest())
+        assert results[0] == results[1] == results[2], base
+
+
+def overflows_skip_every_rank(rank):
+    """A scaler may hand over the number of ranks that overflowed; this one may have no row."""
+    weight = nn.Parameter(distribute_tensor(torch.randn(1, 4), mesh(), [Shard(0)]))
+    opt = optimizer([weight], fused=True)
+    for found, steps in ((0.0, 1), (2.0, 1), (0.0, 2)):
+        weight.grad = torch.ones_like(weight)
+        opt.grad_scale, opt.found_inf = torch.ones(()), torch.tensor(found)
+        opt.step()
+        assert int(opt.state[weight]["step"]) == steps
+
+
+def whole_parameters_of_fsdp1_are_refused(rank):
+    model = FullyShardedDataParallel(
+        nn.Linear(5, 7), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    opt = optimizer(model.named_parameters()).bind(model)
+    with FullyShardedDataParallel.summon_full_params(model):
+        with pytest.raises(RuntimeError, match="leave summon_full_params"):
+            opt.publish()
+    list(opt.served_params())
+    flat = FullyShardedDataParallel(nn.Linear(5, 7), device_id=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"call bind\(model\)"):
+        optimizer(flat.named_parameters()).served_params()
+
+
 ON_TWO_RANKS = [
     the_forward_sees_what_is_served,
     a_forward_without_backward_leaves_no_stale_weights,
@@ -253,6 +367,12 @@ ON_TWO_RANKS = [
     clipping_and_excluded_groups,
     other_algorithms_have_the_bits_of_the_unsharded_run,
     shards_and_copies_to_evaluate,
+    fsdp1_forwards_on_what_is_served,
+    bound_after_a_forward,
+    state_of_another_cut_is_refused,
+    odd_tensors_step,
+    overflows_skip_every_rank,
+    whole_parameters_of_fsdp1_are_refused,
 ]
 
 
@@ -261,6 +381,9 @@ def run_all(rank: int, world: int, rendezvous: str) -> None:
     warnings.simplefilter("error", UserWarning)
     for check in ON_TWO_RANKS:
         check(rank)
+    dist.destroy_process_group()
+    start(rank, world, rendezvous + "-again")  # an equal mesh, other process groups
+    served(built()[1])
     dist.destroy_process_group()
 
 
@@ -302,8 +425,29 @@ def peak(action) -> int:
     return live.peak
 
 
+def one_of_four_disagrees(rank: int) -> None:
+    """Nobody may wait for a rank that has raised in another dimension of the mesh."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+    model = sharded(Model(), grid, FP32)
+    opt = FairCastOptimizer(torch.optim.AdamW, model.named_parameters(), seed=int(rank == 3))
+    with pytest.raises(RuntimeError, match="disagree about seed"):
+        opt.publish()
+    opt = FairCastOptimizer(torch.optim.AdamW, model.named_parameters())
+    opt.publish()
+    if rank == 3:
+        with torch.no_grad():
+            model.second.get_parameter("last.weight").to_local().add_(1)
+    with pytest.raises(RuntimeError, match="last.weight" if rank == 3 else "other ranks"):
+        opt.publish()
+    inside = DeviceMesh("cpu", [0, 1])
+    weight = distribute_tensor(torch.ones(4), inside, [Shard(0)], src_data_rank=None)
+    with pytest.raises(TypeError, match="not part of") if rank > 1 else nullcontext():
+        list(optimizer([nn.Parameter(weight)]).served_params())
+
+
 def serving_holds_one_parameter(rank: int, world: int, rendezvous: str) -> None:
     start(rank, world, rendezvous)
+    one_of_four_disagrees(rank)
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
     fully_shard(model, mesh=mesh())
     opt = optimizer(model.named_parameters()).bind(model)

@@ -50,7 +50,7 @@ def compare_all(rank: int, world: int, rendezvous: str) -> None:
     start(rank, world, rendezvous)
     bad = []
     for dtype in (torch.float32, torch.bfloat16):
-        for dither in DITHERS:
+        for dither in DITHERS if dtype == torch.float32 or world % 2 == 0 else ("fresh",):
             options = {"dither": dither}
             model, opt = strategies.plain(options, dtype)
             expected = strategies.result(model, opt.bind(model))

@@ -112,7 +112,7 @@ def _adopt_ids(opt: "FairCastOptimizer") -> list[Managed]:
     """Take the loaded identities; returns the parameters that have a master."""
     entries = [e for e in opt.managed() if "master" in e.state]
     for e in entries:
-        if len(e.slot.ids) > 1:
+        if e.slot.flat:
             e.state.pop("param_id", None)
         elif "param_id" in e.state:
             e.slot.ids = (int(e.state["param_id"]),)

@@ -76,17 +76,19 @@ class ForeignWrites:
         entries: Sequence[Managed],
         action: str,
         groups: Sequence[Group] = (),
+        written: Iterable[str] = (),
     ) -> None:
         """Raise RuntimeError if a container is not its master's shadow.
 
         With `groups`, on all their ranks if it is so on one: else the others would wait for it.
+        `written`: what the caller itself found.
         """
         self._warn_pending(wait=True)
         suspects: list[Managed] = []
         for work in state_work(context, entries):
             flags = work.backend.flag_foreign(work.batch).tolist()
             suspects += [e for e, f in zip(work.entries, flags, strict=True) if f or _moved(e)]
-        found = list(self.compare(context, suspects))
+        found = [*self.compare(context, suspects), *written]
         if anywhere(bool(found), groups):
             what = _listed(found) if found else "parameters of other ranks"
             raise RuntimeError(
@@ -133,8 +135,11 @@ def differing_words(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _differing(work: Work) -> int:
+    (entry,), (scratch,) = work.entries, work.batch.containers
+    if entry.slot.flat:  # padding is nobody's
+        scratch.copy_(entry.local)
     work.backend.round_(work.batch)  # into scratch, not into the parameter
-    return int(differing_words(work.entries[0].local, work.batch.containers[0]))
+    return int(differing_words(entry.local, scratch))
 
 
 def _read_later(counts: Tensor, names: list[str]) -> tuple[Tensor, list[str], Any]:

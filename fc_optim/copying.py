@@ -11,6 +11,7 @@ from fc_optim import construct
 # Rebuilt after unpickling, or somebody else's (a scheduler's `step`, GradScaler's tensors).
 _TRANSIENT = (
     *("_foreign", "_caches", "_base_step", "model", "_busy", "_agreed", "_reported"),
+    *("buffers", "early_state"),
     *("step", "grad_scale", "found_inf"),
 )
 

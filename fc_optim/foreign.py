@@ -76,16 +76,18 @@ class ForeignWrites:
         entries: Sequence[Managed],
         action: str,
         groups: Sequence[Group] = (),
+        written: Iterable[str] = (),
     ) -> None:
         """Raise RuntimeError if a container is not its master's shadow.
 
         With `groups`, on all their ranks if it is so on one: else the others would wait for it.
+        `written`: what the caller itself found.
         """
         found: list[str] = []
         failed: Exception | None = None
         try:
             self._warn_pending(wait=True)
-            found = list(self.compare(context, self._suspects(context, entries)))
+            found = [*self.compare(context, self._suspects(context, entries)), *written]
         except Exception as error:
             failed = error
         if anywhere(bool(found or failed), groups):
@@ -143,8 +145,11 @@ def differing_words(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _differing(work: Work) -> int:
+    (entry,), (scratch,) = work.entries, work.batch.containers
+    if entry.slot.flat:  # padding is nobody's
+        scratch.copy_(entry.local)
     work.backend.round_(work.batch)  # into scratch, not into the parameter
-    return int(differing_words(work.entries[0].local, work.batch.containers[0]))
+    return int(differing_words(entry.local, scratch))
 
 
 def _read_later(counts: Tensor, names: list[str]) -> tuple[Tensor, list[str], Any]:

@@ -17,10 +17,11 @@ from fc_optim.batches import (
     state_work,
     update_work,
 )
+from fc_optim.buffers import Buffers
 from fc_optim.collectives import refuse_disagreement
 from fc_optim.copying import Copying
 from fc_optim.kernels.backends import backend_for
-from fc_optim.registry import FlatBuffer, Managed, Registry, check_dtype
+from fc_optim.registry import Managed, Registry, check_dtype
 from fc_optim.report import Reporting
 from fc_optim.serving import Serving
 from fc_optim.telemetry import Telemetry
@@ -61,6 +62,9 @@ class FairCastOptimizer(Serving, Reporting, Copying):
             does; "all" on all of them. `metrics()` has the figures.
         **base_kwargs: the base's own arguments, which it validates itself.
     """
+
+    buffers: Buffers | None  # what a framework steps in place of parameters
+    early_state: dict[str, Any] | None  # loaded before it was known what the state is of
 
     def __new__(cls, base: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         if cls._base_cls is None and isinstance(base, type) and params is None:
@@ -119,12 +123,17 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         self._check_free("step()")
         if self.registry.is_trial(self.param_groups):
             return None
-        self._make_masters()
+        entries = self.registry.in_turn(self.param_groups, self.state)
+        if not all("master" in e.state for e in entries):
+            self._make_masters()
+            entries = self.registry.in_turn(self.param_groups, self.state)
         loss = None
         if closure is not None and self.fused:
             with torch.enable_grad():
                 loss = closure()
-        entries, scale = self._in_turn(), getattr(self, "grad_scale", None)
+        scale = getattr(self, "grad_scale", None)
+        if self.buffers is not None:
+            self._take_written(self.buffers.written(entries))
         self._foreign.adopt(self.context(), entries)
         self._before_update(entries)
         try:
@@ -137,15 +146,10 @@ class FairCastOptimizer(Serving, Reporting, Copying):
                     )
         finally:  # an exception may have come after some of the weights were written
             self.wrote(entries)
-            self._served_version += 1
+            self._served_version += self.registry.begins(entries)
         self._telemetry.end(entries, self._served_version)
         self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
-
-    def _in_turn(self) -> list[Managed]:
-        """The managed parameters of the groups: DeepSpeed steps its buffers one after another."""
-        held = {p for group in self.param_groups for p in group["params"]}
-        return [e for e in self.managed() if e.param in held]
 
     def _step_fused(self, entries: list[Managed], scale: Tensor | None) -> None:
         found_inf = getattr(self, "found_inf", None)
@@ -188,11 +192,13 @@ class FairCastOptimizer(Serving, Reporting, Copying):
             self.agree()
             self._agreed = True
         groups = self.registry.groups(replicas=True)
-        self._foreign.refuse(self.context(), self.managed(), "publish()", groups)
+        written = self.buffers.compare(self.managed()) if self.buffers else ()
+        self._foreign.refuse(self.context(), self.managed(), "publish()", groups, written)
         if redraw and self.dither == "sync":
             self._epoch += 1
             self._served_version += 1
             self._round(self.managed())
+            self._spread()
 
     def masters_in_model(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model's forward runs on the fp32 masters.
@@ -218,22 +224,39 @@ class FairCastOptimizer(Serving, Reporting, Copying):
     def check(self) -> dict[str, int]:
         """Compare every parameter with its shadow: {name: elements that differ}, {} when sound."""
         self._check_free("check()")
-        return self._foreign.compare(self.context(), self._with_master())
+        found = self._foreign.compare(self.context(), self._with_master())
+        return found | (self.buffers.compare(self._with_master()) if self.buffers else {})
 
     @torch.no_grad()
     def adopt_weights(self) -> None:
         """Make what the parameters hold now the masters (moments stay), and publish them."""
         self._check_free("adopt_weights()")
         self._make_masters()
+        if self.buffers is not None:
+            self._take_written(self.managed())
         self._foreign.adopt(self.context(), self.managed(), everything=True, warn=False)
         self._round(self.managed())
+        self._spread()
         self._telemetry.restart()
 
     @torch.no_grad()
     def restore_weights(self) -> None:
         """Write the shadow of the masters into the parameters, whatever they hold now."""
         self._check_free("restore_weights()")
+        self._make_masters()
         self._round(self._with_master())
+        self._spread()
+
+    def _take_written(self, entries: list[Managed]) -> None:
+        """Buffers <- the model's weights, unless somebody wrote into the buffer itself."""
+        if entries and self.buffers is not None:
+            written = self._foreign.compare(self.context(), entries)
+            self.buffers.take([e for e in entries if e.slot.name not in written])
+
+    def _spread(self) -> None:
+        """After a write that a framework does not know of: the buffers to the model's weights."""
+        if self.buffers is not None:
+            self.buffers.spread()
 
     # -- parameters and names ------------------------------------------------------------------
 
@@ -270,17 +293,18 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         """
         self.registry.declare_flat(self.param_groups, param, pieces, groups)
 
-    def step_buffers(
-        self, model: nn.Module, buffers: Sequence[FlatBuffer], groups: Sequence[Any]
-    ) -> None:
+    def step_buffers(self, model: nn.Module, buffers: Buffers) -> None:
         """Say which flat buffers a framework put in place of the parameters of `model`.
 
         For integrations, before the first step. Names and random bits stay those of the
-        parameters; `groups` are the process groups that hold the rest of the buffers. Raises
-        ValueError if the optimizer was not built with a parameter, RuntimeError if it has masters.
+        parameters. Raises ValueError if the optimizer was not built with a parameter,
+        RuntimeError if it has masters of other tensors.
         """
-        self.registry.replace(buffers, groups)
+        for b in buffers.all:
+            layout = shards.flat_layout([p for _, p in b.pieces], buffers.groups, buffers.replicas)
+            self.registry.replace(b.tensor, b.group, b.pieces, layout)
         self.registry.refuse_orphans(self.param_groups, self.state)
+        self.buffers = buffers
         self.model, self.was_bound, self._agreed = model, True, False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -390,7 +414,9 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         be saved apart.
         """
         self._check_free("state_dict()")
-        self._foreign.refuse(self.context(), self._with_master(), "state_dict()")
+        entries = self._with_master()
+        written = self.buffers.compare(entries) if self.buffers else ()
+        self._foreign.refuse(self.context(), entries, "state_dict()", written=written)
         for group in self.param_groups:
             self._stamp(group)
         return super().state_dict()
@@ -413,13 +439,17 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         fp32 state is never cast. Masters of the state win: the parameters are rewritten from them
         at once. Without masters in it, moments are loaded and masters come from the parameters at
         the next publish. Group dicts are updated in place; tensors are copied. Raises ValueError,
-        and changes nothing, if the state does not fit.
+        and changes nothing, if the state does not fit. Under DeepSpeed before `attach()`, the
+        state is kept, not copied, and loaded there.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         self._check_free("load_state_dict()")
-        checkpoint.load_state(self, state_dict)
+        if self.registry.unknown(self.param_groups):
+            self.early_state = state_dict
+        else:
+            checkpoint.load_state(self, state_dict)
         self._telemetry.restart()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -446,6 +476,7 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         self._base_step = BaseStep(base)
         self._foreign = foreign.ForeignWrites()
         self._caches: dict[Any, dict[Any, Any]] = {}
+        self.buffers = self.early_state = None
         self.model = None
         self._busy: str | None = None
         self._agreed = self._reported = False

@@ -1,6 +1,6 @@
 """Which parameters are managed, under which identity and name, and where their shards sit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +65,6 @@ class Slot:
         return self._cut[3]
 
 
-@dataclass(frozen=True, slots=True)
-class FlatBuffer:
-    """A flat buffer that a framework steps in place of the parameters of a group."""
-
-    group: dict[str, Any]
-    tensor: Tensor
-    pieces: Sequence[tuple[Tensor, FlatPiece]]  # with the parameter that the group began with
-
-
 @dataclass(slots=True)
 class Managed:
     """A parameter that is served through stochastic rounding, with everything it needs."""
@@ -91,7 +82,8 @@ class Registry:
     def __init__(self) -> None:
         self._slots: list[list[Slot]] = []
         self.known: dict[Tensor, Layout] = {}  # layouts that the tensors themselves do not show
-        self._replaced: list[tuple[dict[str, Any], Tensor, Slot]] | None = None
+        self._replaced: dict[Tensor, tuple[dict[str, Any], Tensor, Slot]] | None = None
+        self._plain = False  # tensors that are no Parameters are what the user passed
         self.inside: Any = WeakTensorKeyDictionary()  # parameter -> its flat buffer, its piece
         self._first: Any = WeakTensorKeyDictionary()  # slots by the tensors that they began with
 
@@ -118,18 +110,30 @@ class Registry:
             taken.add(name)
             if group["served_dtype"] is not None and p.requires_grad:
                 check_dtype(p, name)
+        self._plain |= not all(isinstance(p, nn.Parameter) for p in params)
         self._slots.append([_slot(name, p) for name, p in zip(names, params, strict=True)])
         self._first.update(zip(params, self._slots[-1], strict=True))
+
+    def unknown(self, groups: Groups) -> bool:
+        """Whether a framework put buffers of its own into the groups and has not said of what.
+
+        DeepSpeed's are plain tensors, in stage 3 they are there during a step only; whoever
+        exchanges a parameter for another one (FSDP2) puts a Parameter there.
+        """
+        if self._replaced is not None or self._plain:
+            return False
+        held = [p for g in groups for p in g["params"] if p not in self.known]
+        return not all(isinstance(p, nn.Parameter) for p in held)
 
     def is_trial(self, groups: Groups) -> bool:
         """Whether a step is only DeepSpeed trying the optimizer out, before it says what it steps.
 
         Its tensors are not yet known, and their gradients are zero.
         """
-        if self._replaced is not None or self._sizes(groups) == list(map(len, self._slots)):
+        if not self.unknown(groups):
             return False
         grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
-        return bool(grads) and not any(bool(grad.any()) for grad in grads)
+        return not any(bool(grad.any()) for grad in grads)
 
     @staticmethod
     def _sizes(groups: Groups) -> list[int]:
@@ -138,8 +142,14 @@ class Registry:
     def places(self, groups: Groups) -> Iterator[tuple[dict[str, Any], Tensor, Slot]]:
         """Every (group, parameter, slot), in group order."""
         if self._replaced is not None:
-            yield from self._replaced
+            yield from self._replaced.values()
             return
+        if self.unknown(groups):
+            raise RuntimeError(
+                "param_groups now hold tensors that are no Parameters: a framework put buffers in "
+                "their place. Under DeepSpeed, call "
+                "fc_optim.integrations.deepspeed.attach(engine) after initialize()."
+            )
         if self._sizes(groups) != list(map(len, self._slots)):
             raise RuntimeError(
                 f"param_groups now have {self._sizes(groups)} parameters, they had "
@@ -153,8 +163,24 @@ class Registry:
 
     def managed(self, groups: Groups, state: Mapping[Tensor, Any]) -> list[Managed]:
         """The parameters under management. Never adds to `state`: torch and DCP look for keys."""
+        return self._entries(self.places(groups), state)
+
+    def in_turn(self, groups: Groups, state: Mapping[Tensor, Any]) -> list[Managed]:
+        """Those of them that are in the groups now: DeepSpeed steps one buffer after another."""
+        if self._replaced is None:
+            return self.managed(groups, state)
+        held = [p for group in groups for p in group["params"]]
+        return self._entries((self._replaced[p] for p in held), state)
+
+    def begins(self, entries: Sequence[Managed]) -> bool:
+        """Whether the first buffer is among these: it is stepped once per step of the model."""
+        return self._replaced is None or next(iter(self._replaced)) in {e.param for e in entries}
+
+    def _entries(
+        self, places: Iterable[tuple[dict[str, Any], Tensor, Slot]], state: Mapping[Tensor, Any]
+    ) -> list[Managed]:
         entries = []
-        for group, p, slot in self.places(groups):
+        for group, p, slot in places:
             own = state.get(p, {})
             if group["served_dtype"] is not None and (p.requires_grad or "master" in own):
                 entries.append(Managed(p, shards.local(p), own, group, slot))
@@ -178,24 +204,28 @@ class Registry:
                     f"{expected}: leave summon_full_params() and the like first."
                 )
 
-    def replace(self, buffers: Sequence[FlatBuffer], over: Sequence[Group]) -> None:
-        """From now on the optimizer steps flat buffers that a framework made of its parameters.
+    def replace(
+        self,
+        tensor: Tensor,
+        group: dict[str, Any],
+        pieces: Sequence[tuple[Tensor, FlatPiece]],
+        layout: Layout,
+    ) -> None:
+        """A flat buffer of a framework stands for some of the parameters from now on.
 
         Identities are those of the parameters. Raises ValueError for one that was never here.
         """
-        places = []
-        for k, buffer in enumerate(buffers):
-            lost = [p.name for first, p in buffer.pieces if first not in self._first]
-            if lost:
-                raise ValueError(f"the optimizer was not built with {', '.join(lost[:8])}.")
-            slots = [self._first[first] for first, _ in buffer.pieces]
-            names = tuple(clean_name(p.name) for _, p in buffer.pieces)
-            ids = tuple(slot.param_id for slot in slots)
-            self.known[buffer.tensor] = shards.flat_layout([p for _, p in buffer.pieces], over)
-            for i, (first, _) in enumerate(buffer.pieces):
-                self.inside[first] = buffer.tensor, i
-            places.append((buffer.group, buffer.tensor, Slot(ids, names, f"buffer {k}", flat=True)))
-        self._replaced = places
+        lost = [p.name for first, p in pieces if first not in self._first]
+        if lost:
+            raise ValueError(f"the optimizer was not built with {', '.join(lost[:8])}.")
+        names = tuple(clean_name(p.name) for _, p in pieces)
+        ids = tuple(self._first[first].param_id for first, _ in pieces)
+        self._replaced = self._replaced or {}
+        label = names[0] if len(names) == 1 else f"buffer {len(self._replaced)} from {names[0]}"
+        self.known[tensor] = layout
+        for i, (first, _) in enumerate(pieces):
+            self.inside[first] = tensor, i
+        self._replaced[tensor] = group, tensor, Slot(ids, names, label, flat=True)
 
     def groups(self, *, replicas: bool) -> list[Group]:
         """The process groups that hold the rest of any parameter; or copies too, `replicas`.
@@ -204,7 +234,7 @@ class Registry:
         """
         slots = [s for of_group in self._slots for s in of_group]
         if self._replaced is not None:
-            slots = [slot for _, _, slot in self._replaced]
+            slots = [slot for _, _, slot in self._replaced.values()]
         layouts = [slot.layout for slot in slots if slot.layout]
         return shards.groups_of(layouts, replicas=replicas)
 
@@ -281,6 +311,7 @@ class Registry:
 
     def __setstate__(self, state: list[list[tuple[Any, ...]]]) -> None:
         self.__init__()  # type: ignore[misc]
+        self._plain = True  # nobody knows any more
         self._slots = [[Slot(i, names, n, flat=f) for i, names, n, f in slots] for slots in state]
 
 

@@ -183,7 +183,7 @@ def list_items(
         if entry is not None and which == "master":
             part = shards.local(entry.state["master"])
         elif holder is not p and part.shape == piece.shape:  # whole, beside the buffer
-            layout, first = Layout((Piece.whole(p.shape),)), 0
+            layout, first = Layout((Piece.whole(piece.shape),)), 0
         elif holder is not p:
             part = shards.local(holder)
         items += [Item(n, part, dtype, layout.pieces[first + i], layout.groups) for n, i in names]

@@ -260,11 +260,14 @@ def _runs(index: Tensor, step: int | None = None) -> Iterator[tuple[int, int, in
 # ---- Flat buffers
 
 
-def flat_layout(pieces: Iterable[FlatPiece], groups: Iterable[Group]) -> Layout:
+def flat_layout(
+    pieces: Iterable[FlatPiece], groups: Iterable[Group], replicas: Iterable[Group] = ()
+) -> Layout:
     """The layout of a flat buffer, from what its framework says of it."""
     return Layout(
         tuple(Piece.run(torch.Size(p.shape), p.start, p.length, p.offset) for p in pieces),
         tuple(groups),
+        tuple(replicas),
     )
 
 

@@ -2,45 +2,63 @@
 
 DeepSpeed steps fp32 flat partitions and copies them to the module's bf16 weights by rounding to
 nearest. Our step leaves a partition on the bf16 grid, with the masters in the optimizer's state: so
-that copy is exact, and nothing of DeepSpeed is patched.
+that copy is exact, and nothing of DeepSpeed is patched. Where the partitions lie is read from
+attributes of its optimizers (0.19), which `attach` names when they are not there.
 """
 
+import contextlib
 import copy
-from collections.abc import Iterator
+import functools
+import logging
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fc_optim import checkpoint
+from fc_optim.buffers import Buffers, FlatBuffer
 from fc_optim.naming import clean_name
 from fc_optim.optimizer import FairCastOptimizer
-from fc_optim.registry import FlatBuffer
-from fc_optim.shards import FlatPiece
+from fc_optim.shards import FlatPiece, flat_layout
+
+MASTERS_MARK = "masters_in_fp32"  # group key of a checkpoint whose fp32 weights are the masters
+logger = logging.getLogger("fc_optim")
 
 
 def register(ds_config: dict[str, Any]) -> dict[str, Any]:
     """A copy of a DeepSpeed config with the flags that a client optimizer needs.
 
     Raises ValueError for settings under which masters cannot be served: fp16, an optimizer in the
-    config, bf16 masters, NVMe and SuperOffload.
+    config, bf16 masters, NVMe, quantised weights, SuperOffload, ZenFlow, elastic checkpoints.
     """
     config = copy.deepcopy(ds_config)
     zero = config.get("zero_optimization", {})
     bf16 = config.get("bf16", {})
     offload = zero.get("offload_optimizer") or {}
-    fp16 = config.get("fp16", {})
     problems = {
-        "fp16.enabled: fp16 weights are not served; use bf16": fp16.get("enabled"),
+        "fp16.enabled: fp16 weights are not served; use bf16":
+            config.get("fp16", {}).get("enabled"),
         "optimizer: DeepSpeed would build its own; pass FairCastOptimizer to initialize() instead":
             "optimizer" in config,
         "bf16.enabled: must be true": not bf16.get("enabled"),
         "bf16.bf16_master_weights_and_grads: masters must be fp32":
             bf16.get("bf16_master_weights_and_grads"),
+        "bf16.bf16_optimizer_states: moments must be fp32": bf16.get("bf16_optimizer_states"),
         "zero_optimization.offload_optimizer.device: 'nvme' is not supported; use 'cpu'":
             offload.get("device") == "nvme",
+        "zero_optimization.offload_param.device: 'nvme' is not supported; use 'cpu'":
+            (zero.get("offload_param") or {}).get("device") == "nvme",
         "zero_optimization.offload_optimizer.super_offload: it steps without the optimizer":
             offload.get("super_offload"),
+        "zero_optimization.offload_optimizer.ratio: below 1 not all is stepped by it":
+            offload.get("ratio", 1.0) != 1.0,
         "zero_optimization.zenflow: it steps without the optimizer": zero.get("zenflow"),
+        "zero_optimization.zero_quantized_weights: the forward would not run on served weights":
+            zero.get("zero_quantized_weights"),
+        "zero_optimization.elastic_checkpoint: it drops the masters; use universal checkpoints":
+            zero.get("elastic_checkpoint"),
     }  # fmt: skip
     for problem, found in problems.items():
         if found:
@@ -53,13 +71,14 @@ def register(ds_config: dict[str, Any]) -> dict[str, Any]:
 def attach(engine: Any) -> FairCastOptimizer:
     """Tell an engine's client optimizer which parameters its flat partitions hold; returns it.
 
-    Call it once, after `deepspeed.initialize(model=..., optimizer=FairCastOptimizer(...),
-    config=register(config))` and before the first step. `served_params()` then gives the weights
-    of `engine.module`.
+    Call it on every rank after `deepspeed.initialize(model=..., optimizer=FairCastOptimizer(...),
+    config=register(config))`, before the first step; before or after `engine.load_checkpoint()`,
+    but after it for a universal checkpoint. `served_params()` then gives the weights of
+    `engine.module`. Masters begin as the weights that the module holds.
 
-    Raises TypeError if the engine does not step a FairCastOptimizer, ValueError for a group with
-    `served_dtype=None` (DeepSpeed keeps all weights in bf16), RuntimeError if the engine's weights
-    are not those that its partitions were made from.
+    Raises TypeError if the engine does not step a FairCastOptimizer, or steps partitions that
+    cannot be served, ValueError for a group with `served_dtype=None` (DeepSpeed keeps all weights
+    in bf16) and for a parameter that the optimizer was not built with.
     """
     zero = engine.optimizer
     opt = getattr(zero, "optimizer", zero)
@@ -69,57 +88,101 @@ def attach(engine: Any) -> FairCastOptimizer:
             "deepspeed.initialize(optimizer=...), with a config from register(); accelerate "
             "replaces it under offloading unless zero_force_ds_cpu_optimizer is false."
         )
+    universal = engine.load_universal_checkpoint()
+    if opt.buffers is not None and not (universal and opt.check()):
+        return opt
     if any(group["served_dtype"] is None for group in opt.param_groups):
         raise ValueError("served_dtype: None is not possible: DeepSpeed keeps all weights in bf16.")
-    buffers, groups = _buffers(engine, zero)
-    for buffer in buffers:
+    buffers = _buffers(engine, zero)
+    for buffer in buffers.all:
         if buffer.tensor.dtype != torch.float32:
             raise TypeError(f"engine: its partitions are {buffer.tensor.dtype}; masters are fp32.")
-    opt.state.clear()  # stage 0 has made a dummy step, with decay
-    opt.step_buffers(engine.module, buffers, groups)
-    _copy_from_module(buffers)
-    _find_frozen(engine, opt, groups)
+        if buffer.group["algorithm"] == "muon" and buffers.groups:
+            raise TypeError(
+                "Muon: ZeRO 1 to 3 cut matrices anywhere, and a fragment must never be "
+                "orthogonalised. Use ZeRO 0, fully_shard (FSDP2), or Adam for these groups."
+            )
+    early = opt.early_state
+    opt.early_state = None
+    if universal and any(opt.state.values()):
+        _finish_universal_load(opt)
+    else:
+        opt.state.clear()
+    loaded = bool(opt.state) or early is not None
+    opt.step_buffers(engine.module, buffers)
+    _find_frozen(engine, opt, buffers.groups)
+    if not loaded:
+        _copy_from_module(buffers.all)
+    if early is not None:
+        with _all_in_groups(opt, buffers.all):
+            checkpoint.load_state(opt, early)
+    if loaded:
+        opt.restore_weights()
     opt.publish()
     return opt
 
 
-def _buffers(engine: Any, zero: Any) -> tuple[list[FlatBuffer], list[Any]]:
+def _finish_universal_load(opt: FairCastOptimizer) -> None:
+    """What DeepSpeed leaves to do: its fp32 weights become the masters, and options are read."""
+    if not all([group.pop(MASTERS_MARK, False) for group in opt.param_groups]):
+        logger.warning(
+            "attach: the universal checkpoint has the served weights in place of the masters. To "
+            "keep the masters, run fc_optim.integrations.deepspeed_masters before ds_to_universal."
+        )
+    for state in opt.state.values():
+        state.pop("master", None)
+        state.update({k: v.clone() for k, v in state.items()})  # stage 3 shares one `step`
+    saved = opt.param_groups[0]
+    opt.load_options(**{k: saved[k] for k in ("seed", "dither", "epoch", "served_version")})
+
+
+@contextlib.contextmanager
+def _all_in_groups(opt: FairCastOptimizer, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
+    """While inside, the groups hold all buffers: those of stage 3 are empty outside of a step."""
+    before = [group["params"] for group in opt.param_groups]
+    for group in opt.param_groups:
+        group["params"] = [b.tensor for b in buffers if b.group is group]
+    try:
+        yield
+    finally:
+        for group, params in zip(opt.param_groups, before, strict=True):
+            group["params"] = params
+
+
+def _buffers(engine: Any, zero: Any) -> Buffers:
     """What the engine's optimizer steps: fp32 buffers, and where they sit in the parameters."""
     names = {p: clean_name(n) for n, p in engine.module.named_parameters()}
     param_groups = zero.optimizer.param_groups
-    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3: a buffer per sub-group
-        buffers = [
-            FlatBuffer(param_groups[zero.sub_group_to_group_id[k]], tensor, list(pieces))
-            for k, tensor in enumerate(zero.fp32_partitioned_groups_flat)
-            for pieces in [_stage3(zero.fp16_groups[k], names)]
-        ]
-        return buffers, [zero.dp_process_group]
-    if hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
-        parts = zero.single_partition_of_fp32_groups
-        whole, params = zero.bit16_groups_flat, zero.bit16_groups
-    elif hasattr(zero, "fp32_groups_flat_partition"):  # stage 1 with fp32 gradient accumulation
-        parts = zero.fp32_groups_flat_partition
-        whole, params = zero.bf16_groups_flat, zero.bf16_groups
-    elif hasattr(zero, "fp32_groups"):  # stage 0: an fp32 copy per parameter
-        buffers = [
-            FlatBuffer(group, own, [(p, FlatPiece(names[p], p.shape, 0, p.numel(), 0))])
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return _stage3_buffers(zero, names)
+    if hasattr(zero, "fp32_groups"):  # stage 0: an fp32 copy per parameter
+        found = [
+            FlatBuffer(group, own, [(p, FlatPiece(names[p], p.shape, 0, p.numel(), 0))], p.detach)
             for group, owns, ps in zip(
                 param_groups, zero.fp32_groups, zero.fp16_groups, strict=True
             )
             for own, p in zip(owns, ps, strict=True)
         ]
-        return buffers, []
+        return Buffers(found, [], [engine.data_parallel_group], lambda: _to_copies(found))
+    if hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
+        parts, cuts = zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups
+        whole, params = zero.bit16_groups_flat, zero.bit16_groups
+    elif hasattr(zero, "fp32_groups_flat_partition"):  # stage 1 with fp32 gradient accumulation
+        parts, cuts = zero.fp32_groups_flat_partition, zero.bf16_partitioned_groups
+        whole, params = zero.bf16_groups_flat, zero.bf16_groups
     else:
         raise TypeError(f"engine: {type(zero).__name__} is not supported; use bf16 with ZeRO 0-3.")
     groups = zero.real_dp_process_group
     if any(group is not groups[0] for group in groups):
         raise TypeError("engine: expert-parallel groups are not supported.")
     rank = torch.distributed.get_rank(groups[0])
-    buffers = [
-        FlatBuffer(group, part, list(_cut(flat, part.numel(), rank, ps, names)))
-        for group, part, flat, ps in zip(param_groups, parts, whole, params, strict=True)
-    ]
-    return buffers, [groups[0]]
+    found = []
+    for i, (group, part, flat, ps) in enumerate(
+        zip(param_groups, parts, whole, params, strict=True)
+    ):
+        pieces = list(_cut(flat, part.numel(), rank, ps, names))
+        found.append(FlatBuffer(group, part, pieces, _at(cuts, i, rank)))
+    return Buffers(found, [groups[0]], [], zero.update_lp_params)
 
 
 def _cut(
@@ -136,13 +199,37 @@ def _cut(
         yield p, FlatPiece(names[p], p.shape, start, length, max(begin, 0) if length else 0)
 
 
-def _stage3(params: list[Any], names: dict[Tensor, str]) -> Iterator[tuple[Tensor, FlatPiece]]:
-    """The pieces of a sub-group: every parameter's partition, one behind the other."""
-    offset = 0
-    for p in params:
-        start, length = _partition(p)
-        yield p, FlatPiece(names[p], p.ds_shape, start, length, offset if length else 0)
-        offset += p.ds_tensor.numel()
+def _stage3_buffers(zero: Any, names: dict[Tensor, str]) -> Buffers:
+    """A buffer per sub-group: every parameter's partition, one behind the other."""
+    found = []
+    ranks = torch.distributed.get_process_group_ranks(zero.dp_process_group)
+    for k, tensor in enumerate(zero.fp32_partitioned_groups_flat):
+        pieces, offset = [], 0
+        for p in zero.fp16_groups[k]:
+            if torch.distributed.get_process_group_ranks(p.ds_process_group) != ranks:
+                raise TypeError(
+                    f"engine: {names[p]} is partitioned over a group of its own (experts, MiCS), "
+                    "which is not supported."
+                )
+            start, length = _partition(p)
+            where = offset if length else 0
+            pieces.append((p, FlatPiece(names[p], p.ds_shape, start, length, where)))
+            offset += p.ds_tensor.numel()
+        group = zero.optimizer.param_groups[zero.sub_group_to_group_id[k]]
+        copy_of_it = _at(zero.fp16_partitioned_groups_flat, k)
+        found.append(FlatBuffer(group, tensor, pieces, copy_of_it))
+
+    def spread() -> None:
+        zero.checkpoint_event_prologue()  # lets go of gathered parameters
+        _to_copies(found)
+        zero.checkpoint_event_epilogue()  # gathers persistent ones
+
+    return Buffers(found, [zero.dp_process_group], [], spread)
+
+
+def _at(tensors: Any, *where: int) -> Callable[[], Tensor]:
+    """Looks it up each time: DeepSpeed makes new ones when it moves states to the host and back."""
+    return lambda: functools.reduce(operator.getitem, where, tensors)
 
 
 def _partition(p: Any) -> tuple[int, int]:
@@ -153,22 +240,37 @@ def _partition(p: Any) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _copy_from_module(buffers: list[FlatBuffer]) -> None:
-    """Buffers <- the module's own weights: a dummy step or a late load may lie between them."""
-    for buffer in buffers:
-        flat = buffer.tensor.view(-1)
-        for p, piece in buffer.pieces:
-            if piece.length:
-                held = getattr(p, "ds_tensor", None)
-                source = p.detach().reshape(-1)[piece.start :] if held is None else held
-                flat[piece.offset : piece.offset + piece.length].copy_(source[: piece.length])
+def _to_copies(buffers: Sequence[FlatBuffer]) -> None:
+    for b in buffers:
+        b.copy().data.copy_(b.tensor)
 
 
-def _find_frozen(engine: Any, opt: FairCastOptimizer, groups: list[Any]) -> None:
+@torch.no_grad()
+def _copy_from_module(buffers: Sequence[FlatBuffer]) -> None:
+    """Buffers <- the module's own weights: a late load may lie between them."""
+    for b in buffers:
+        b.tensor.copy_(b.copy())
+
+
+def _find_frozen(engine: Any, opt: FairCastOptimizer, groups: Sequence[Any]) -> None:
     """Where the frozen parameters of stage 3 sit: they are partitioned as well."""
-    from fc_optim.shards import flat_layout
-
     for name, p in engine.module.named_parameters():
         if hasattr(p, "ds_tensor") and p not in opt.registry.inside:
             piece = FlatPiece(name, p.ds_shape, *_partition(p), 0)
             opt.registry.known[p] = flat_layout([piece], groups)
+
+
+def trainer_callback(trainer: Any) -> Any:
+    """A callback for a transformers Trainer that attaches its engine when training begins.
+
+    `Trainer(args=TrainingArguments(deepspeed=register(config)), optimizer_cls_and_kwargs=(
+    FairCastAdamW, {"lr": 1e-6}))`, then `trainer.add_callback(trainer_callback(trainer))`. The
+    Trainer drops `optimizers=(optimizer, None)` under DeepSpeed. It loads a checkpoint before this.
+    """
+    from transformers import TrainerCallback
+
+    class Attach(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            attach(trainer.model_wrapped)
+
+    return Attach()

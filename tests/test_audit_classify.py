@@ -86,7 +86,7 @@ def named(kind, seeds):
     return Counter((v.rule, v.regridded) for v in found)
 
 
-@pytest.mark.integration
+@pytest.mark.long
 @pytest.mark.parametrize("kind", WANT)
 def test_names_each_pipeline_right_in_99_of_100_seeds(kind):
     assert named(kind, SEEDS)[WANT[kind]] >= 99

@@ -368,7 +368,7 @@ def test_states_that_are_not_of_a_known_kind(tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_zero(stage):
-    """Files that DeepSpeed 0.19.6 wrote on two ranks (tests/data/zero.py made them). Stages 1 and
+    """Files of DeepSpeed 0.19.6 from two ranks (made by tests/data/make_zero.py). Stages 1 and
     2 keep the bf16 weights beside, which must be the masters to nearest; for stage 3 DeepSpeed's
     own view of them is kept."""
     folder = DATA / f"zero{stage}"

@@ -1,4 +1,4 @@
-"""How `zero1`, `zero2` and `zero3` were made: `DS_ACCELERATOR=cpu python zero.py STAGE FOLDER`.
+"""How `zero1` to `zero3` were made: `DS_ACCELERATOR=cpu python make_zero.py STAGE FOLDER`.
 
 Needs DeepSpeed (0.19.6 was used). Two gloo ranks, bf16, three steps, two groups; for stage 3 also
 `truth.pt`, what DeepSpeed itself says that the fp32 parameters and moments are.

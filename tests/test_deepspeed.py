@@ -1,0 +1,123 @@
+"""DeepSpeed trains on the served weights: the bits of the unsharded run, resume, errors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_sharding import spawn
+
+from fc_optim.integrations.deepspeed import register
+
+CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture
+def zero() -> Any:
+    """The module that needs DeepSpeed, which takes seconds to import."""
+    import zero
+
+    return zero
+
+
+@pytest.fixture
+def checkpoints(zero) -> Any:
+    import zero_checkpoints
+
+    return zero_checkpoints
+
+
+def test_register_sets_what_a_client_optimizer_needs() -> None:
+    made = register(CONFIG)
+    assert made["zero_allow_untested_optimizer"] is True
+    assert made["zero_force_ds_cpu_optimizer"] is False
+    assert "zero_allow_untested_optimizer" not in CONFIG
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"bf16": {}}, "bf16.enabled: must be true"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer: DeepSpeed would build its own"),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "masters must be fp32",
+        ),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "moments must be fp32"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "'nvme'"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "'nvme'"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "super_offload",
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"elastic_checkpoint": True}}, "elastic_checkpoint"),
+    ],
+)
+def test_register_refuses_what_cannot_be_served(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register(CONFIG | change)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_stage_gives_the_bits_of_the_unsharded_run(world, zero, tmp_path) -> None:
+    spawn(zero.compare_all, world, tmp_path)
+
+
+@pytest.mark.long
+def test_what_bites_is_found_or_refused(zero, tmp_path) -> None:
+    spawn(zero.check_behaviour, 2, tmp_path)
+
+
+@pytest.mark.long
+def test_resume_and_universal_checkpoints_keep_the_masters(checkpoints, tmp_path, capfd) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    spawn(checkpoints.resume, 2, tmp_path, str(tmp_path))
+    for name in ("1", "3"):
+        checkpoints.convert(tmp_path, name)
+        saved = torch.load(tmp_path / name / "expected", weights_only=False)["saved"]
+        for folder, which in ((name, "served"), (f"{name}-masters", "masters")):
+            exported = get_fp32_state_dict_from_zero_checkpoint(tmp_path / folder)
+            names = saved[which].keys() - ({"frozen.weight"} if name == "1" else set())
+            for n in names:  # DeepSpeed leaves out frozen weights in stage 1
+                value = saved[which][n]
+                assert torch.equal(exported[n], value.float()), f"{which} {n}"
+    for world in (1, 3):
+        spawn(checkpoints.load_universal, world, tmp_path, str(tmp_path))
+
+
+@pytest.mark.long
+def test_accelerate_keeps_the_optimizer(checkpoints, tmp_path) -> None:
+    spawn(checkpoints.with_accelerate, 2, tmp_path)
+
+
+@pytest.mark.long
+def test_trainer_trains_and_resumes(checkpoints, tmp_path) -> None:
+    spawn(checkpoints.with_trainer, 2, tmp_path, str(tmp_path))
+
+
+@pytest.mark.long
+def test_example_runs_under_the_launcher_and_resumes(tmp_path) -> None:
+    script = Path(__file__).parents[1] / "examples" / "deepspeed_train.py"
+    command = [
+        *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"),
+        *("--master_port", "29617", str(script), "--steps", "2", "--sync-every", "2"),
+        *("--deepspeed_config", str(script.parent / "deepspeed_configs" / "zero3.json")),
+    ]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+    def run(*more: str) -> str:
+        done = subprocess.run([*command, *more], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout + done.stderr
+
+    assert "version 2: digest" in run("--save", str(tmp_path))
+    assert "version 4: digest" in run("--resume", str(tmp_path))

@@ -1,0 +1,349 @@
+"""One model under DeepSpeed, step by step beside the run without it."""
+
+import contextlib
+import logging
+import os
+import warnings
+import weakref
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed  # noqa: E402
+import pytest  # noqa: E402
+import strategies  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from strategies import Model, gradients  # noqa: E402
+
+from fc_optim import FairCastOptimizer  # noqa: E402
+from fc_optim.integrations.deepspeed import attach, register  # noqa: E402
+
+STEPS = 4
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def start(rank: int, world: int, rendezvous: str) -> None:
+    import test_sharding
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29501")  # asked for, not used
+    test_sharding.start(rank, world, rendezvous)
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+def config(stage: int, offload: bool = False, top: Any = None, **zero: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "reduce_bucket_size": 100, **zero}
+    if stage == 3:  # many sub-groups
+        zero = {"sub_group_size": 100, "stage3_param_persistence_threshold": 0, **zero}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "gradient_clipping": 0.0,  # DeepSpeed's default is 1
+        "steps_per_print": 10**6,
+    }
+    return made | (top or {})
+
+
+def groups(model: torch.nn.Module, several: bool = False) -> list[Any]:
+    named = list(model.named_parameters())
+    if not several:
+        return named
+    flat = [(n, p) for n, p in named if getattr(p, "ds_shape", p.shape)[1:] == ()]
+    rest = [(n, p) for n, p in named if getattr(p, "ds_shape", p.shape)[1:] != ()]
+    return [{"params": rest}, {"params": flat, "weight_decay": 0.0, "lr": 3e-3}]
+
+
+def initialize(
+    ds_config: dict[str, Any],
+    several: bool = False,
+    init: bool = False,
+    make: Any = strategies.optimizer,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """The engine and its optimizer, not attached. `init`: parameters are made partitioned."""
+    ds_config = register(ds_config)
+    with deepspeed.zero.Init(config_dict_or_path=ds_config) if init else contextlib.nullcontext():
+        model = Model()
+    opt = make(groups(model.bfloat16() if not init else model, several), **options)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=opt, config=ds_config)
+    return engine, opt
+
+
+def reference(engine: Any, several: bool = False, **options: Any) -> tuple[Any, Any]:
+    """The run without DeepSpeed, from the weights that the engine has now."""
+    model = Model().float()
+    with torch.no_grad():
+        for name, value in weights(engine).items():
+            model.get_parameter(name).copy_(value)
+    opt = strategies.optimizer(groups(model, several), **options)
+    return model, opt.bind(model)
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """The module's own weights, whole."""
+    found = {}
+    for name, p in engine.module.named_parameters():
+        sharded = hasattr(p, "ds_id")
+        with deepspeed.zero.GatheredParameters([p]) if sharded else contextlib.nullcontext():
+            found[name] = p.detach().clone()
+    return found
+
+
+def train_engine(engine: Any, steps: Any) -> None:
+    for i in steps:
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(gradients(i)))
+            engine.step()
+
+
+def train(model: Any, opt: torch.optim.Optimizer, steps: Any, scale: Any = 1.0) -> None:
+    for i in steps:
+        for name, g in gradients(i).items():
+            model.get_parameter(name).grad = g * scale
+        opt.step()
+
+
+def clip_scale(engine: Any) -> Any:
+    """What DeepSpeed multiplies gradients by, from the norm that it found."""
+    limit = engine.gradient_clipping()
+    if not limit:
+        return 1.0
+    norm = engine.optimizer._global_grad_norm  # a tensor or a float, as the stage has it
+    return 1.0 / max((norm + 1e-6) / limit, 1.0)
+
+
+def result(opt: FairCastOptimizer) -> dict[str, Any]:
+    digest = opt.served_digest().parameters
+    return {
+        "served": dict(opt.served_params(copy=True)),
+        "masters": dict(opt.master_params(copy=True)),
+        "digest": digest,
+        "version": opt.served_version,
+    }
+
+
+def differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
+    """As values: a frozen weight is bf16 in the engine and fp32 in the reference."""
+    import test_sharding
+
+    def wide(found: dict[str, Any]) -> dict[str, Any]:
+        wider = {k: {n: t.float() for n, t in found[k].items()} for k in ("served", "masters")}
+        digest = {k: v for k, v in found["digest"].items() if k != "frozen.weight"}
+        return {**wider, "digest": digest, "version": found["version"]}
+
+    return test_sharding.differences(wide(expected), wide(got))
+
+
+def beside(ds_config: dict[str, Any], several: bool = False, init: bool = False) -> list[str]:
+    """Train both; what differs between them after any step."""
+    engine, opt = initialize(ds_config, several, init)
+    model, ref = reference(engine, several)
+    assert attach(engine) is opt
+    bad = []
+    for i in range(STEPS):
+        train_engine(engine, [i])
+        train(model, ref, [i], clip_scale(engine))
+        for name, value in weights(engine).items():
+            if not torch.equal(value.float(), model.get_parameter(name).float()):
+                bad.append(f"step {i}: module's {name}")
+    return bad + differences(result(ref), result(opt))
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "0": (config(0), {}),
+    "0 clipped": (config(0, top={"gradient_clipping": 1.0}), {"several": True}),
+    "1": (config(1), {}),
+    "1 fp32 gradients": (
+        config(
+            1,
+            top={"data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 2},
+        ),
+        {"several": True},
+    ),
+    "1 round robin": (config(1, round_robin_gradients=True), {}),
+    "1 offloaded": (config(1, True), {"several": True}),
+    "2": (config(2, overlap_comm=True, contiguous_gradients=True), {"several": True}),
+    "2 round robin": (config(2, round_robin_gradients=True, contiguous_gradients=False), {}),
+    "2 offloaded": (config(2, True, top={"gradient_clipping": 1.0}), {}),
+    "3": (config(3), {}),
+    "3 persistent": (
+        config(3, stage3_param_persistence_threshold=20, overlap_comm=True),
+        {"several": True},
+    ),
+    "3 offloaded": (config(3, True, top={"gradient_clipping": 1.0}), {}),
+    "3 init, offloaded weights": (
+        config(3, True, offload_param={"device": "cpu", "pin_memory": False}),
+        {"init": True},
+    ),
+}
+
+
+# ---- What the processes of a test run
+
+
+def compare_all(rank: int, world: int, rendezvous: str) -> None:
+    start(rank, world, rendezvous)
+    bad = []
+    for name, (ds_config, how) in OPTIONS.items():
+        bad += [f"{name}: {d}" for d in beside(ds_config, **how)]
+    dist.destroy_process_group()
+    assert not bad, f"{len(bad)} differences, such as {bad[:5]}"
+
+
+def plain_adamw(params: Any) -> torch.optim.Optimizer:
+    params = [p if isinstance(p, dict) else p[1] for p in params]
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
+
+
+def check_behaviour(rank: int, world: int, rendezvous: str) -> None:
+    start(rank, world, rendezvous)
+    rounds_to_nearest_without_us()
+    refusals(rank)
+    sub_groups_are_looked_at_once()
+    one_parameter_whole()
+    for name in ("0", "1", "1 fp32 gradients", "1 offloaded", "3", "3 persistent"):
+        late_weights(name)
+        foreign_weights(name)
+    dist.destroy_process_group()
+
+
+def rounds_to_nearest_without_us() -> None:
+    """The comparison can fail: torch's AdamW leaves masters that DeepSpeed rounds to nearest."""
+    for stage in (0, 1, 2, 3):
+        engine, _ = initialize(config(stage), make=plain_adamw)
+        model, ref = reference(engine)
+        plain = Model().bfloat16().float()
+        opt = plain_adamw(groups(plain))
+        if stage == 0:  # DeepSpeed tries a step, with decay
+            train(plain, opt, [0], scale=0.0)
+        with pytest.raises(TypeError, match="steps AdamW"):
+            attach(engine)
+        for i in range(STEPS):
+            train_engine(engine, [i])
+            train(model, ref, [i])
+            train(plain, opt, [i])
+        nearest = other = 0
+        for name, value in weights(engine).items():
+            nearest += int((value == plain.get_parameter(name).bfloat16()).sum())
+            other += int((value.float() != model.get_parameter(name)).sum())
+        total = sum(p.numel() for p in plain.parameters())
+        assert nearest > 0.99 * total and other > 0.1 * total, (stage, nearest, other, total)
+
+
+def refusals(rank: int) -> None:
+    engine, opt = initialize(config(0))
+    assert not opt.state  # DeepSpeed has tried a step
+    before = weights(engine)
+    engine, opt = initialize(config(1))
+    with pytest.raises(RuntimeError, match=r"attach\(engine\)"):
+        train_engine(engine, [0])
+    assert all(torch.equal(before[n], v) for n, v in weights(engine).items())
+
+    engine, _ = initialize(config(1), make=lambda ps: strategies.optimizer([{"params": ps,
+                           "served_dtype": None}]))  # fmt: skip
+    with pytest.raises(ValueError, match="served_dtype"):
+        attach(engine)
+
+    def muon(ps: Any) -> Any:
+        matrices = [(n, p) for n, p in ps if len(getattr(p, "ds_shape", p.shape)) == 2]
+        return strategies.optimizer([{"params": matrices, "algorithm": "muon"}])
+
+    for stage in (1, 2, 3):
+        engine, _ = initialize(config(stage), make=muon)
+        with pytest.raises(TypeError, match="a fragment must never be orthogonalised"):
+            attach(engine)
+
+
+def sub_groups_are_looked_at_once() -> None:
+    engine, opt = initialize(config(3, sub_group_size=30))
+    attach(engine)
+    assert len(opt.buffers.all) > 2, len(opt.buffers.all)
+    seen: list[str] = []
+    adopt = opt._foreign.adopt
+
+    def counting(context: Any, entries: Any) -> None:
+        seen.extend(e.slot.name for e in entries)
+        adopt(context, entries)
+
+    opt._foreign.adopt = counting
+    train_engine(engine, [0])
+    assert sorted(seen) == sorted(e.slot.name for e in opt.managed())
+    assert opt.served_version == 1
+
+
+def one_parameter_whole() -> None:
+    engine, opt = initialize(config(3))
+    attach(engine)
+    given: list[Any] = []
+    for _, tensor in opt.served_params():
+        given.append(weakref.ref(tensor))
+        assert sum(ref() is not None for ref in given) == 1
+        assert all(p.numel() == 0 for p in engine.module.parameters())
+        del tensor
+
+
+@torch.no_grad()
+def write(engine: Any, name: str) -> None:
+    """As a late load of weights does it."""
+    p = engine.module.get_parameter(name)
+    if not hasattr(p, "ds_id"):
+        engine.module.load_state_dict({name: p + 1}, strict=False)
+        return
+    with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
+        if dist.get_rank() == 0:
+            p.add_(1)
+
+
+def late_weights(name: str) -> None:
+    """Between initialize() and attach(): the masters begin there."""
+    ds_config, how = OPTIONS[name]
+    engine, opt = initialize(ds_config, **how)
+    write(engine, "second.last.weight")
+    model, ref = reference(engine, **how)
+    attach(engine)
+    train_engine(engine, [0])
+    train(model, ref, [0])
+    assert not differences(result(ref), result(opt)), name
+
+
+def foreign_weights(name: str) -> None:
+    ds_config, how = OPTIONS[name]
+    engine, opt = initialize(ds_config, **how)
+    model, ref = reference(engine, **how)
+    attach(engine)
+    train_engine(engine, [0])
+    train(model, ref, [0])
+    target = model.get_parameter("second.last.weight")
+
+    before = weights(engine)
+    write(engine, "second.last.weight")
+    for action in (opt.publish, lambda: list(opt.served_params())):
+        with pytest.raises(RuntimeError, match="second.last.weight changed|other ranks"):
+            action()
+    if opt.check():  # saving asks no other rank
+        with pytest.raises(RuntimeError, match="second.last.weight changed"):
+            opt.state_dict()
+    opt.restore_weights()
+    opt.publish()
+    assert all(torch.equal(before[n], v) for n, v in weights(engine).items()), name
+
+    write(engine, "second.last.weight")
+    opt.adopt_weights()
+    target.data.copy_(weights(engine)["second.last.weight"])
+    ref.adopt_weights()
+    assert not differences(result(ref), result(opt)), name
+
+    write(engine, "second.last.weight")
+    target.data.copy_(weights(engine)["second.last.weight"])
+    here = bool(opt.check())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train_engine(engine, [1])
+    assert here == any("adopted as masters" in str(w.message) for w in said), name
+    with pytest.warns(match="adopted as masters"):
+        train(model, ref, [1])
+    assert not differences(result(ref), result(opt)), name

@@ -147,7 +147,7 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         finally:  # an exception may have come after some of the weights were written
             self.wrote(entries)
             self._served_version += self.registry.begins(entries)
-        self._telemetry.end(entries, self._served_version)
+        self._telemetry.end(entries)
         self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
 

@@ -21,6 +21,7 @@ class Reporting(Optimizer):
     """The part of `FairCastOptimizer` that says what it does."""
 
     model: nn.Module | None
+    _served_version: int
     _telemetry: Telemetry
     _reported: bool
 
@@ -33,12 +34,13 @@ class Reporting(Optimizer):
     def metrics(self) -> StepMetrics:
         """What the last `step()` did, with `metrics=True` or "all"; nothing waits until it is read.
 
+        Call it before the next step, or before weights are written, if that step is of interest.
         Before the first step, and after `load_state_dict()` or `adopt_weights()`, nothing was
         counted: n is 0, ratios are NaN. Raises RuntimeError if the optimizer does not count.
         """
         if not self._telemetry.mode:
             raise RuntimeError("metrics(): build the optimizer with metrics=True or metrics='all'.")
-        return self._telemetry.last
+        return self._telemetry.figures(self.managed(), self._served_version)
 
     def report(self) -> "Report":
         """Which dtypes the masters, the forward, the gradients and the served copy have, by group.

@@ -77,9 +77,8 @@ class _Strand:
 class StepMetrics:
     """The figures of one step, of this rank's elements. Reading any of them waits for the device.
 
-    Keeping one for later is fine: the next step does not write into it. After a replay of a
-    captured graph, the figures of the capture are those of the replay; `captured` and
-    `lag_steps` are NaN there.
+    Keeping one for later is fine: the next step does not write into it. In a captured graph the
+    counts are those of the last replay; `captured` and `lag_steps` do not follow its steps.
 
     Attributes:
         served_version: `FairCastOptimizer.served_version` after the step.
@@ -232,11 +231,7 @@ class Telemetry:
         """The next step's weights are another W0."""
         self._plan: _Plan | None = None
         self._parts: list[_Part] = []
-        self._last = StepMetrics(0, (), self.mode != "all")
-
-    @property
-    def last(self) -> StepMetrics:
-        return self._last
+        self._stepped = False
 
     def begin(self, context: Context, entries: Sequence[Managed]) -> None:
         """Before a step, when masters are made and foreign writes adopted."""
@@ -284,23 +279,21 @@ class Telemetry:
             if rows:  # padding alone has none
                 self._parts.append(self._part(torch.stack(rows), work.entries, None))
 
-    def end(self, entries: Sequence[Managed], served_version: int) -> None:
+    def end(self, entries: Sequence[Managed]) -> None:
         """After a step: the figures are those of it from now on."""
-        if not self.mode:
-            return
-        plan = self._plan
-        assert plan is not None
-        followed = plan.sample is not None and not _capturing()
-        steps, strands = plan.sample.record(entries) if followed and plan.sample else ((), {})
-        self._last = StepMetrics(
-            served_version,
-            plan.names,
-            self.mode != "all",
-            steps,
-            plan.groups,
-            tuple(self._parts),
-            strands,
-        )
+        if self.mode and self._plan is not None:
+            self._stepped = True
+            if self._plan.sample is not None and not _capturing():
+                self._plan.sample.record(entries)
+
+    def figures(self, entries: Sequence[Managed], served_version: int) -> StepMetrics:
+        """Of the last step; the served sample is gathered here."""
+        plan, sampled = self._plan, self.mode != "all"
+        if not self._stepped or plan is None:
+            return StepMetrics(served_version, (), sampled)
+        steps, strands = plan.sample.strands(entries) if plan.sample is not None else ((), {})
+        parts = tuple(self._parts)
+        return StepMetrics(served_version, plan.names, sampled, steps, plan.groups, parts, strands)
 
     def _values(
         self, context: Context, entries: Sequence[Managed]
@@ -375,17 +368,21 @@ class _Sample:
             kind.start = kind.served(entries)
             kind.masters.append(kind.start)
 
-    def record(
+    def record(self, entries: Sequence[Managed]) -> None:
+        """Add the masters of the step that was done to the history."""
+        self._steps.append(self._steps[-1] + 1)
+        for kind in self._kinds.values():
+            kind.masters.append(kind.take(entries, masters=True))
+
+    def strands(
         self, entries: Sequence[Managed]
     ) -> tuple[tuple[int, ...], dict[tuple[int, ...], tuple[_Strand, ...]]]:
-        """Take the sample of the step that was done: its history of steps, strands by groups."""
-        self._steps.append(self._steps[-1] + 1)
-        strands: dict[tuple[int, ...], tuple[_Strand, ...]] = {}
+        """The numbers of the history's steps, and the sample by groups."""
+        found: dict[tuple[int, ...], tuple[_Strand, ...]] = {}
         for (_, _, groups), kind in self._kinds.items():
-            kind.masters.append(kind.take(entries, masters=True))
             strand = _Strand(kind.start, kind.served(entries), tuple(kind.masters))
-            strands[groups] = (*strands.get(groups, ()), strand)
-        return tuple(self._steps), strands
+            found[groups] = (*found.get(groups, ()), strand)
+        return tuple(self._steps), found
 
 
 class _Kind:

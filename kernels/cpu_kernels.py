@@ -244,10 +244,12 @@ def _piece(row, at, limit, count_all):
     r = at // row[INNER] if row[INNER] < row[NUMEL] else 0
     c = at - r * row[INNER]
     e = row[BASE] + r * row[ROW_STRIDE] + c
-    chunk = e >> CHUNK_BITS
-    taken = np.int64(np.uint64(chunk >> STRATUM_BITS) * MIX >> TOP_BITS)
-    n = min(limit, row[INNER] - c, (chunk + 1 << CHUNK_BITS) - e)
-    return n, chunk & (1 << STRATUM_BITS) - 1 == taken
+    stratum = e >> CHUNK_BITS + STRATUM_BITS
+    taken = np.int64(np.uint64(stratum) * MIX >> TOP_BITS)
+    first = (stratum << STRATUM_BITS) + taken << CHUNK_BITS
+    end = first + (1 << CHUNK_BITS)
+    border = first if e < first else end if e < end else stratum + 1 << CHUNK_BITS + STRATUM_BITS
+    return min(limit, row[INNER] - c, border - e), first <= e < end
 
 
 @_jit_inline
@@ -417,14 +419,17 @@ def adam_kernel(counter, table, firsts, scalars, grad16, key0, key1, narrow, cou
             return words[0] + kept[0]  # keeps the buffers alive
         row, x, at = table[s], scalars[table[s, SCALARS]], start
         while at < stop:
-            n, counted = min(TILE, stop - at), False
+            end, counted = stop, False
             if counts is not None:
-                n, counted = _piece(row, at, n, count_all)
-            if counts is not None and counted:
-                _adam_and_round(row, at, n, grad16, x, *rounding, found)
-            else:
-                _adam_and_round(row, at, n, grad16, x, *rounding, None)
-            at += n
+                n, counted = _piece(row, at, stop - at, count_all)
+                end = at + n
+            for tile in range(at, end, TILE):
+                n = min(TILE, end - tile)
+                if counts is not None and counted:
+                    _adam_and_round(row, tile, n, grad16, x, *rounding, found)
+                else:
+                    _adam_and_round(row, tile, n, grad16, x, *rounding, None)
+            at = end
         if counts is not None:
             _report(found, counts, s)
 
@@ -494,14 +499,17 @@ def update_kernel(counter, table, firsts, scalars, key0, key1, narrow, counts, c
             return words[0] + kept[0]  # keeps the buffers alive
         row, x, at = table[s], scalars[table[s, SCALARS]], start
         while at < stop:
-            n, counted = min(TILE, stop - at), False
+            end, counted = stop, False
             if counts is not None:
-                n, counted = _piece(row, at, n, count_all)
-            if counts is not None and counted:
-                _update_and_round(row, at, n, x, *rounding, found)
-            else:
-                _update_and_round(row, at, n, x, *rounding, None)
-            at += n
+                n, counted = _piece(row, at, stop - at, count_all)
+                end = at + n
+            for tile in range(at, end, TILE):
+                n = min(TILE, end - tile)
+                if counts is not None and counted:
+                    _update_and_round(row, tile, n, x, *rounding, found)
+                else:
+                    _update_and_round(row, tile, n, x, *rounding, None)
+            at = end
         if counts is not None:
             _report(found, counts, s)
 

@@ -191,7 +191,7 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         if not self._agreed:
             self.agree()
             self._agreed = True
-        groups = self.registry.groups(replicas=True)
+        groups = self.registry.groups()
         written = self.buffers.compare(self.managed()) if self.buffers else ()
         self._foreign.refuse(self.context(), self.managed(), "publish()", groups, written)
         if redraw and self.dither == "sync":
@@ -390,7 +390,9 @@ class FairCastOptimizer(Serving, Reporting, Copying):
     def wrote(self, entries: list[Managed]) -> None:
         """The parameters hold their shadow now."""
         foreign.record(entries)
-        shards.reshard(self.model)
+        # Walking the model is for FSDP alone; DeepSpeed's buffers are none of its parameters.
+        if self.buffers is None and any(e.slot.layout.groups for e in entries):
+            shards.reshard(self.model)
 
     def agree(self, groups: Sequence[Any] | None = None) -> None:
         """Compare with other ranks what the shadow depends on. Collective; makes no masters.
@@ -399,7 +401,7 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         far as they are known. Raises RuntimeError on every rank if they disagree.
         """
         if groups is None:
-            groups = self.registry.groups(replicas=True)
+            groups = self.registry.groups()
         ids = [e.slot.ids for e in self.managed()]
         options = {"seed": self.seed, "dither": self.dither, "epoch": self._epoch}
         options |= {"rounding_scheme": checkpoint.ROUNDING_SCHEME, "parameter names": ids}

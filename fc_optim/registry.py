@@ -227,8 +227,8 @@ class Registry:
             self.inside[first] = tensor, i
         self._replaced[tensor] = group, tensor, Slot(ids, names, label, flat=True)
 
-    def groups(self, *, replicas: bool) -> list[Group]:
-        """The process groups that hold the rest of any parameter; or copies too, `replicas`.
+    def groups(self) -> list[Group]:
+        """The process groups that hold the rest of any parameter, or copies of it.
 
         Not those of DistributedDataParallel: one of its ranks may serve alone.
         """
@@ -236,7 +236,7 @@ class Registry:
         if self._replaced is not None:
             slots = [slot for _, _, slot in self._replaced.values()]
         layouts = [slot.layout for slot in slots if slot.layout]
-        return shards.groups_of(layouts, replicas=replicas)
+        return shards.groups_of(layouts)
 
     def refuse_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
         """Raise RuntimeError if masters belong to parameters that are in no group any more."""

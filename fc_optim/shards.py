@@ -341,10 +341,10 @@ def ddp_groups(model: nn.Module) -> list[Group]:
     ]
 
 
-def groups_of(layouts: Iterable[Layout], *, replicas: bool) -> list[Group]:
-    """The distinct groups of some layouts, in order; with `replicas`, those as well."""
+def groups_of(layouts: Iterable[Layout]) -> list[Group]:
+    """The distinct groups of some layouts, in order: of the rest, and of replicas."""
     found: dict[int, Group] = {}
     for layout in layouts:
-        for group in (*layout.groups, *(layout.replicas if replicas else ())):
+        for group in (*layout.groups, *layout.replicas):
             found.setdefault(id(group), group)
     return list(found.values())

@@ -24,14 +24,17 @@ def weights(total: int, tensors: int, generator: torch.Generator) -> list[Tensor
     return [(torch.randn(size, generator=generator) * 0.02).bfloat16() for _ in range(tensors)]
 
 
-def ours(start: list[Tensor], grads: list[Tensor], container: str, grad: str) -> Step:
+def containers(
+    start: list[Tensor], grads: list[Tensor], container: str, grad: str
+) -> list[nn.Parameter]:
+    """Parameters of our optimizer with their gradients, in memory of their own."""
     dtype = {"native": torch.bfloat16, "grid": torch.float32}[container]
     params = [nn.Parameter(w.to(dtype, copy=True)) for w in start]
     for p, g in zip(params, grads, strict=True):
         if grad == "fp32" and container == "native":
             p.grad_dtype = torch.float32
         p.grad = g.to(torch.float32 if grad == "fp32" else torch.bfloat16)
-    return FairCastAdamW(params, lr=1e-6).step
+    return params
 
 
 def torch_fused(start: list[Tensor], grads: list[Tensor], export: str) -> Step:
@@ -74,8 +77,8 @@ def main() -> None:
     print_header()
     for container, grad in (("native", "fp32"), ("native", "bf16"), ("grid", "fp32")):
         for export, count in (("rtn", args.pairs), ("sr", max(3, args.pairs // 3))):
-            step, baseline = ours(start, grads, container, grad), torch_fused(start, grads, export)
-            mine, theirs = pairs(step, baseline, count)
+            ours = FairCastAdamW(containers(start, grads, container, grad), lr=1e-6)
+            mine, theirs = pairs(ours.step, torch_fused(start, grads, export), count)
             names = f"{container}, {grad} grads", f"torch fused + {export}"
             row = row_of(*names, mine, theirs, args.params, tensors=args.tensors)
             rows.append(row)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import results
 import torch
-from cpu import weights
+from cpu import containers, weights
 from timing import Step, pairs, print_header, print_row, row_of
-from torch import Tensor, nn
+from torch import Tensor
 
 from fc_optim import FairCastAdamW
 from fc_optim.telemetry import Telemetry, flatten
@@ -32,13 +32,7 @@ def steppers(
 
     Two optimizers in different memory differ by more than what is to be measured.
     """
-    dtype = {"native": torch.bfloat16, "grid": torch.float32}[container]
-    params = [nn.Parameter(w.to(dtype, copy=True)) for w in start]
-    for p, g in zip(params, grads, strict=True):
-        if grad == "fp32" and container == "native":
-            p.grad_dtype = torch.float32
-        p.grad = g.to(torch.float32 if grad == "fp32" else torch.bfloat16)
-    opt = FairCastAdamW(params, lr=1e-6)
+    opt = FairCastAdamW(containers(start, grads, container, grad), lr=1e-6)
     counting, silent = Telemetry(mode), Telemetry(False)
 
     def on() -> None:

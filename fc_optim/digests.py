@@ -1,7 +1,7 @@
 """A fingerprint of served weights that both sides of a sync can compute, shard by shard."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,6 +28,12 @@ class Digest(NamedTuple):
     total: int
     parameters: dict[str, int]
 
+    @classmethod
+    def of(cls, parameters: dict[str, int]) -> "Digest":
+        """The digest of parameters of which each one's own is known."""
+        parameters = {name: value & _MASK64 for name, value in parameters.items()}
+        return cls(sum(parameters.values()) & _MASK64, parameters)
+
 
 def digest(named_tensors: Iterable[tuple[str, Tensor]]) -> Digest:
     """The digest of named tensors: the receiver's side of `FairCastOptimizer.served_digest()`.
@@ -41,12 +47,20 @@ def digest(named_tensors: Iterable[tuple[str, Tensor]]) -> Digest:
         tensor = tensor.detach().contiguous().view(-1)
         whole = Segment.whole(0, tensor.numel())
         parameters[name] = int(_sum(name, tensor, [whole] if tensor.numel() else []))
-    return _digest(parameters)
+    return Digest.of(parameters)
 
 
-def sharded_digest(items: Sequence["Item"]) -> Digest:
-    """The digest of what is served: every rank sums its elements, then the ranks their sums."""
-    sums = [_sum(i.name, *_own_elements(i)) for i in items]
+def sharded_digest(
+    items: Sequence["Item"], change: Callable[[Tensor], Tensor] | None = None
+) -> Digest:
+    """The digest of what is served: every rank sums its elements, then the ranks their sums.
+
+    With `change`, an elementwise function: of what a receiver would hold that did this to it.
+    """
+    sums = []
+    for i in items:
+        part, segments = _own_elements(i)
+        sums.append(_sum(i.name, part if change is None else change(part), segments))
     by_groups: dict[tuple[Group, ...], list[int]] = {}
     for k, item in enumerate(items):
         by_groups.setdefault(item.groups, []).append(k)
@@ -57,12 +71,7 @@ def sharded_digest(items: Sequence["Item"]) -> Digest:
         sum_(total, groups)
         for k, value in zip(members, total.tolist(), strict=True):
             parameters[items[k].name] = value
-    return _digest(parameters)
-
-
-def _digest(parameters: dict[str, int]) -> Digest:
-    parameters = {name: value & _MASK64 for name, value in parameters.items()}
-    return Digest(sum(parameters.values()) & _MASK64, parameters)
+    return Digest.of(parameters)
 
 
 def _own_elements(item: "Item") -> tuple[Tensor, list[Segment]]:

@@ -1,0 +1,205 @@
+"""A sync that proves itself: send the served weights, ask the engine what it holds, compare.
+
+    sync = Sync(optimizer, engine)
+    receipt = sync()               # after an optimizer step, or after several
+
+The engine answers with a `Manifest` of the weights that it would now sample from. Whatever it did
+with the update (dropped it, kept some old tensors, cast it, failed half-way, answered late, kept
+views of the trainer's memory) shows there and raises a `SyncError` that says which. The sender
+counts a version as held only once the manifests are equal.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from fc_optim import diagnosis
+from fc_optim.collectives import anywhere
+from fc_optim.diagnosis import SyncError
+from fc_optim.manifests import Manifest, served_manifest
+from fc_optim.optimizer import FairCastOptimizer
+from fc_optim.patches import Baseline, Patch
+from fc_optim.serving import Item, list_items, stream
+from fc_optim.shards import Group
+
+_POLL_S = 0.05
+
+
+class Engine(Protocol):
+    """What a sync asks of a rollout engine. `fc_optim.integrations` has adapters."""
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Copy all weights, of which each is valid until the next; they are `version` then.
+
+        Returns when new requests will be answered from them alone: nothing is generated from a
+        mixture, and caches that were computed from older weights are dropped.
+        """
+
+    def held(self) -> Manifest:
+        """What it would generate from now, read from the memory that it computes with."""
+
+
+@runtime_checkable
+class SparseEngine(Protocol):
+    """An engine that also takes what changed."""
+
+    def load_patches(self, patches: Iterator[Patch], version: int) -> None:
+        """As `load`, but weights that no patch names stay."""
+
+
+class Sync:
+    """Keeps one rollout engine at the optimizer's served weights, and knows that it is.
+
+    Where parameters are sharded every rank makes one and calls it; the ranks that only help to
+    gather pass no engine.
+
+    Args:
+        optimizer: bound to the model that is served.
+        engine: see `Engine`.
+        sparse: send what changed, to a `SparseEngine`; the first sync, and one after an error, is
+            whole. Keeps a copy of the served weights. With dither "fresh" or "sync" up to a third
+            of the words change; "held" keeps them as few as round-to-nearest does.
+        recheck: before sending, ask the engine whether it still holds the last version. Finds
+            restarts, other writers and views, for one more manifest per sync.
+        bucket_bytes: as in `served_params`.
+        wait_s: how many seconds to wait for an engine that loads behind its answer.
+    """
+
+    def __init__(
+        self,
+        optimizer: FairCastOptimizer,
+        engine: Engine | None,
+        *,
+        sparse: bool = False,
+        recheck: bool = True,
+        bucket_bytes: int | None = None,
+        wait_s: float = 0.0,
+    ):
+        if not isinstance(optimizer, FairCastOptimizer):
+            raise TypeError(
+                f"optimizer: {type(optimizer).__name__} is not a FairCastOptimizer (inside "
+                "accelerate's wrapper it is what `register()` returns)."
+            )
+        if sparse and engine is not None and not isinstance(engine, SparseEngine):
+            raise TypeError(
+                f"sparse: {type(engine).__name__} has no load_patches(); use sparse=False."
+            )
+        if wait_s < 0:
+            raise ValueError(f"wait_s: {wait_s} is negative; give seconds, 0 not to wait.")
+        self.optimizer, self.engine = optimizer, engine
+        self.sparse, self.recheck = sparse, recheck
+        self.bucket_bytes, self.wait_s = bucket_bytes, wait_s
+        self._proved: Manifest | None = None
+        self._baseline: Baseline | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine was last proved to hold, None if none is or it is unsure."""
+        return None if self._proved is None else self._proved.version
+
+    def __call__(self) -> Manifest:
+        """Publish, send, ask, compare; returns what the engine now holds.
+
+        Under dither "sync" it redraws first. Raises SyncError if the engine holds anything else;
+        then `version` is None, and the next call sends everything again.
+        """
+        self.optimizer.publish(redraw=True)
+        items = list_items(self.optimizer.model, (self.optimizer,), "served")
+        groups = list(dict.fromkeys(g for i in items for g in i.groups))
+        now = served_manifest(self.optimizer.served_version, items)
+        before, self._proved = self._proved, None  # until the engine has answered
+        if self.recheck and before is not None:
+            self._together(lambda: self._still_holds(before, now), items, groups)
+        self._together(lambda: self._send(items, now, before), items, groups)
+        self._together(lambda: self._holds(now, before), items, groups)
+        self._proved = now
+        return now
+
+    # ---- The three parts of a sync, on the rank that has the engine
+
+    def _still_holds(self, before: Manifest, now: Manifest) -> SyncError | None:
+        if self.engine is None:
+            return None
+        return diagnosis.find_write(before, self._ask(), now)
+
+    def _send(self, items: list[Item], now: Manifest, before: Manifest | None) -> SyncError | None:
+        weights = stream(items, (self.optimizer,), bucket_bytes=self.bucket_bytes)
+        error = None
+        try:
+            if self.engine is not None:
+                self._load(self.engine, weights, now.version or 0, whole=before is None)
+        except Exception as e:
+            error = self._failure(e, now, before)
+            error.__cause__ = e
+        for _ in weights:  # the other ranks gather to the end
+            pass
+        return error
+
+    def _load(self, engine: Engine, weights: Iterator[tuple[str, Tensor]], version: int,
+              whole: bool) -> None:  # fmt: skip
+        if not self.sparse:
+            engine.load(weights, version)
+        elif whole or self._baseline is None:
+            self._baseline = Baseline()
+            engine.load(self._baseline.record(weights), version)
+        else:
+            assert isinstance(engine, SparseEngine)
+            engine.load_patches(self._baseline.patches(weights), version)
+
+    def _holds(self, now: Manifest, before: Manifest | None) -> SyncError | None:
+        if self.engine is None:
+            return None
+        deadline = time.monotonic() + self.wait_s
+        while True:
+            held = self._ask()
+            error = diagnosis.find_difference(now, held, before)
+            if error is None or error.problem != "late" or time.monotonic() >= deadline:
+                return error
+            time.sleep(_POLL_S)
+
+    # ---- Errors
+
+    def _ask(self) -> Manifest:
+        assert self.engine is not None
+        try:
+            return self.engine.held()
+        except TimeoutError as e:
+            raise SyncError("late", f"the engine did not say in time what it holds: {e}") from e
+
+    def _failure(self, e: Exception, now: Manifest, before: Manifest | None) -> SyncError:
+        """What an exception in the middle of a load left in the engine."""
+        if isinstance(e, TimeoutError):
+            return SyncError("late", f"the engine did not take version {now.version} in time: {e}")
+        text = f"the engine failed while it loaded version {now.version}: {type(e).__name__}: {e}."
+        try:
+            held = self._ask()
+        except Exception as second:
+            return SyncError("failed", f"{text} It does not say what it holds ({second}).")
+        new = [n for n, x in now.parameters.items() if held.parameters.get(n) == x]
+        text += f" {len(new)} of {len(now.parameters)} tensors are as sent"
+        if before is not None:
+            rest = [n for n in now.parameters if n not in new]
+            old = sum(held.parameters.get(n) == before.parameters.get(n) for n in rest)
+            text += f", {old} still of version {before.version}"
+        return SyncError("failed", f"{text}: do not generate from it.", held=held)
+
+    def _together(
+        self, part: Callable[[], SyncError | None], items: list[Item], groups: list[Group]
+    ) -> None:
+        """Run a part; if it failed on one rank, raise on all."""
+        try:
+            error = part()
+        except Exception as e:
+            if not groups:
+                raise
+            error = e if isinstance(e, SyncError) else SyncError("failed", f"{e!r}")
+            error.__cause__ = e
+        if not anywhere(error is not None, groups):
+            return
+        masters = list_items(self.optimizer.model, (self.optimizer,), "master")
+        found = diagnosis.suspects(items, masters)  # collective as well
+        if error is None:
+            raise SyncError("elsewhere", "the sync failed on the rank that has the engine.")
+        raise diagnosis.explain(error, found) from error.__cause__

@@ -99,13 +99,14 @@ class Sync:
         """The version that the engine was last proved to hold, None if none is or it is unsure."""
         return None if self._proved is None else self._proved.version
 
-    def __call__(self) -> Manifest:
+    def __call__(self, redraw: bool = True) -> Manifest:
         """Publish, send, ask, compare; returns what the engine now holds.
 
-        Under dither "sync" it redraws first. Raises SyncError if the engine holds anything else;
-        then `version` is None, and the next call sends everything again.
+        Under dither "sync" it redraws first; with several engines, let only the first one's sync do
+        so. Raises SyncError if the engine holds anything else; then `version` is None, and the next
+        call sends everything again.
         """
-        self.optimizer.publish(redraw=True)
+        self.optimizer.publish(redraw=redraw)
         items = list_items(self.optimizer.model, (self.optimizer,), "served")
         groups = list(dict.fromkeys(g for i in items for g in i.groups))
         now = served_manifest(self.optimizer.served_version, items)

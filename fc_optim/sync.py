@@ -18,10 +18,10 @@ from torch import Tensor
 from fc_optim import diagnosis
 from fc_optim.collectives import anywhere
 from fc_optim.diagnosis import SyncError
-from fc_optim.manifests import Manifest, served_manifest
+from fc_optim.manifests import Manifest, manifest, served_manifest
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.patches import Baseline, Patch
-from fc_optim.serving import Item, list_items, stream
+from fc_optim.serving import Item, NamedTensors, list_items, stream
 from fc_optim.shards import Group
 
 _POLL_S = 0.05
@@ -63,6 +63,8 @@ class Sync:
             of the words change; "held" keeps them as few as round-to-nearest does.
         recheck: before sending, ask the engine whether it still holds the last version. Finds
             restarts, other writers and views, for one more manifest per sync.
+        source: what to send in place of `served_params()`, each time anew, such as
+            `lambda: merge_lora(model, optimizer)`. Two passes over it must give the same bits.
         bucket_bytes: as in `served_params`.
         wait_s: how many seconds to wait for an engine that loads behind its answer.
     """
@@ -74,6 +76,7 @@ class Sync:
         *,
         sparse: bool = False,
         recheck: bool = True,
+        source: Callable[[], NamedTensors] | None = None,
         bucket_bytes: int | None = None,
         wait_s: float = 0.0,
     ):
@@ -89,7 +92,7 @@ class Sync:
         if wait_s < 0:
             raise ValueError(f"wait_s: {wait_s} is negative; give seconds, 0 not to wait.")
         self.optimizer, self.engine = optimizer, engine
-        self.sparse, self.recheck = sparse, recheck
+        self.sparse, self.recheck, self.source = sparse, recheck, source
         self.bucket_bytes, self.wait_s = bucket_bytes, wait_s
         self._proved: Manifest | None = None
         self._baseline: Baseline | None = None
@@ -109,7 +112,11 @@ class Sync:
         self.optimizer.publish(redraw=redraw)
         items = list_items(self.optimizer.model, (self.optimizer,), "served")
         groups = list(dict.fromkeys(g for i in items for g in i.groups))
-        now = served_manifest(self.optimizer.served_version, items)
+        version = self.optimizer.served_version
+        if self.source is None:
+            now = served_manifest(version, items)
+        else:
+            now = manifest(version, self.source())
         before, self._proved = self._proved, None  # until the engine has answered
         if self.recheck and before is not None:
             self._together(lambda: self._still_holds(before, now), items, groups)
@@ -126,7 +133,10 @@ class Sync:
         return diagnosis.find_write(before, self._ask(), now)
 
     def _send(self, items: list[Item], now: Manifest, before: Manifest | None) -> SyncError | None:
-        weights = stream(items, (self.optimizer,), bucket_bytes=self.bucket_bytes)
+        if self.source is None:
+            weights = stream(items, (self.optimizer,), bucket_bytes=self.bucket_bytes)
+        else:
+            weights = self.source()
         error = None
         try:
             if self.engine is not None:
@@ -138,8 +148,7 @@ class Sync:
             pass
         return error
 
-    def _load(self, engine: Engine, weights: Iterator[tuple[str, Tensor]], version: int,
-              whole: bool) -> None:  # fmt: skip
+    def _load(self, engine: Engine, weights: NamedTensors, version: int, whole: bool) -> None:
         if not self.sparse:
             engine.load(weights, version)
         elif whole or self._baseline is None:

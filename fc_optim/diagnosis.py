@@ -84,7 +84,7 @@ def find_difference(sent: Manifest, held: Manifest, before: Manifest | None) -> 
         return SyncError(
             "recast",
             f"the engine holds {_names(dtypes)} as {h.dtype}, sent as {e.dtype}: start it with "
-            "the dtype that is served.", dtypes, held,
+            "the dtype that is served (frozen weights: Sync's frozen_dtype).", dtypes, held,
         )  # fmt: skip
     return SyncError(
         "bits",

@@ -150,8 +150,12 @@ def list_items(
     *,
     managed_only: bool = False,
     tied: str = "once",
+    frozen_dtype: torch.dtype | None = None,
 ) -> list[Item]:
-    """Publish, and list what is to be served, in the same order on every rank."""
+    """Publish, and list what is to be served, in the same order on every rank.
+
+    With `frozen_dtype`, frozen floating-point parameters are served in it.
+    """
     if tied not in ("once", "all"):
         raise ValueError(f"tied: {tied!r} is neither 'once' (first name only) nor 'all'.")
     managed: dict[Tensor, Managed] = {}
@@ -173,6 +177,8 @@ def list_items(
         part, dtype = shards.local(p), p.dtype
         if entry is not None:
             dtype = torch.float32 if which == "master" else torch.bfloat16
+        elif frozen_dtype is not None and not p.requires_grad and p.is_floating_point():
+            dtype = frozen_dtype
         layout = shards.layout_of(holder, known, names[0][0])
         if hasattr(holder, "_is_flat_param") and holder not in known:
             raise RuntimeError(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from fc_optim import diagnosis
@@ -61,6 +62,8 @@ class Sync:
         sparse: send what changed, to a `SparseEngine`; the first sync, and one after an error, is
             whole. Keeps a copy of the served weights. With dither "fresh" or "sync" up to a third
             of the words change; "held" keeps them as few as round-to-nearest does.
+        frozen_dtype: cast frozen weights to this on the way, such as those of a model that was
+            loaded in fp32 for an engine that holds bf16. By default they are sent as they are.
         recheck: before sending, ask the engine whether it still holds the last version. Finds
             restarts, other writers and views, for one more manifest per sync.
         source: what to send in place of `served_params()`, each time anew, such as
@@ -75,6 +78,7 @@ class Sync:
         engine: Engine | None,
         *,
         sparse: bool = False,
+        frozen_dtype: torch.dtype | None = None,
         recheck: bool = True,
         source: Callable[[], NamedTensors] | None = None,
         bucket_bytes: int | None = None,
@@ -93,7 +97,7 @@ class Sync:
             raise ValueError(f"wait_s: {wait_s} is negative; give seconds, 0 not to wait.")
         self.optimizer, self.engine = optimizer, engine
         self.sparse, self.recheck, self.source = sparse, recheck, source
-        self.bucket_bytes, self.wait_s = bucket_bytes, wait_s
+        self.bucket_bytes, self.wait_s, self.frozen_dtype = bucket_bytes, wait_s, frozen_dtype
         self._proved: Manifest | None = None
         self._baseline: Baseline | None = None
 
@@ -110,7 +114,7 @@ class Sync:
         call sends everything again.
         """
         self.optimizer.publish(redraw=redraw)
-        items = list_items(self.optimizer.model, (self.optimizer,), "served")
+        items = self._items("served")
         groups = list(dict.fromkeys(g for i in items for g in i.groups))
         version = self.optimizer.served_version
         if self.source is None:
@@ -124,6 +128,10 @@ class Sync:
         self._together(lambda: self._holds(now, before), items, groups)
         self._proved = now
         return now
+
+    def _items(self, which: str) -> list[Item]:
+        opt = self.optimizer
+        return list_items(opt.model, (opt,), which, frozen_dtype=self.frozen_dtype)
 
     # ---- The three parts of a sync, on the rank that has the engine
 
@@ -208,8 +216,7 @@ class Sync:
             error.__cause__ = e
         if not anywhere(error is not None, groups):
             return
-        masters = list_items(self.optimizer.model, (self.optimizer,), "master")
-        found = diagnosis.suspects(items, masters)  # collective as well
+        found = diagnosis.suspects(items, self._items("master"))  # collective as well
         if error is None:
             raise SyncError("elsewhere", "the sync failed on the rank that has the engine.")
         raise diagnosis.explain(error, found) from error.__cause__

@@ -9,14 +9,17 @@ round-to-nearest, as in PEFT's own `merge_adapter()`, drops it.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from peft import PeftModel
-from peft.tuners import lora
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from fc_optim.naming import clean_name, param_id
+from fc_optim.needs import needs
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.rounding import stochastic_round
+
+with needs("peft", "0.21"):
+    from peft import PeftModel
+    from peft.tuners import lora
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 
 def merge_lora(

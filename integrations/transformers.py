@@ -5,11 +5,14 @@ from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fc_optim.metrics import Movement, MovementTracker
+from fc_optim.needs import needs
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.shards import local
+
+with needs("transformers", "5.19"):
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 FIGURES = ("changed_ratio", "captured", "lag_steps", "export_rms_ulp")
 

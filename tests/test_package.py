@@ -13,7 +13,7 @@ import fc_optim
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ["numba", "triton", "numpy.testing", "matplotlib", "pandas", "accelerate", "deepspeed"]
-HEAVY += ["transformers", "trl", "vllm", "sglang", "verl", "rich", "typer", "IPython"]
+HEAVY += ["transformers", "trl", "vllm", "sglang", "verl", "peft", "rich", "typer", "IPython"]
 
 
 def run(code: str, cwd: Path) -> str:
@@ -28,6 +28,27 @@ def test_import_pulls_in_no_framework_and_no_compiler(tmp_path):
     code = "import sys, torch; before = set(sys.modules); import fc_optim; "
     code += f"print([m for m in {HEAVY} if m in set(sys.modules) - before])"
     assert run(code, tmp_path) == "[]"
+
+
+NEEDS = {"peft": "peft", "transformers": "transformers"}  # integration: framework
+
+
+@pytest.mark.parametrize(("module", "package"), NEEDS.items())
+def test_a_missing_or_old_framework_is_one_line(module: str, package: str, tmp_path: Path) -> None:
+    code = f"""
+import sys, types
+for fake in (None, types.ModuleType({package!r})):
+    if fake:
+        fake.__version__ = "0.1.2"
+    sys.modules[{package!r}] = fake
+    try:
+        import fc_optim.integrations.{module}
+    except ImportError as error:
+        print(error)
+"""
+    missing, old = run(code, tmp_path).splitlines()
+    assert f"pip install '{package}>=" in missing and "it is not installed" in missing
+    assert f"pip install '{package}>=" in old and "(0.1.2 is installed" in old
 
 
 def test_the_folder_kernels_does_not_shadow_the_package_of_that_name(tmp_path):

@@ -301,6 +301,26 @@ def test_a_manifest_travels_as_json() -> None:
         fc_optim.manifest(0, [("a", torch.ones(1)), ("a", torch.ones(1))])
 
 
+def test_frozen_fp32_weights_for_a_bf16_engine() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 8))
+    model[0].requires_grad_(False)
+    opt = FairCastAdamW(model[1].named_parameters("1"), lr=1e-2).bind(model)
+
+    class InBf16(Store):
+        def keep(self, name: str, tensor: Tensor) -> Tensor:
+            return tensor.to(torch.bfloat16, copy=True)
+
+    with pytest.raises(SyncError, match="holds 0.weight, 0.bias as bfloat16, sent as float32"):
+        Sync(opt, InBf16())()
+    for sparse in (False, True):
+        sync = Sync(opt, engine := InBf16(), frozen_dtype=torch.bfloat16, sparse=sparse)
+        sync()
+        step(model, opt)
+        sync()
+        assert torch.equal(engine.weights["0.weight"], model[0].weight.bfloat16())
+
+
 def test_bad_arguments() -> None:
     _, opt = make()
     with pytest.raises(TypeError, match="optimizer: SGD is not a FairCastOptimizer"):

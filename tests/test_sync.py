@@ -318,7 +318,9 @@ def test_frozen_fp32_weights_for_a_bf16_engine() -> None:
         sync()
         step(model, opt)
         sync()
-        assert torch.equal(engine.weights["0.weight"], model[0].weight.bfloat16())
+        assert torch.equal(
+            engine.weights["0.weight"], dict(model.named_parameters())["0.weight"].bfloat16()
+        )
 
 
 def test_bad_arguments() -> None:

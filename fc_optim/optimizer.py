@@ -2,11 +2,11 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fc_optim import checkpoint, construct, evaluation, foreign, shards
@@ -18,9 +18,9 @@ from fc_optim.batches import (
     update_work,
 )
 from fc_optim.buffers import Buffers
-from fc_optim.collectives import refuse_disagreement
 from fc_optim.copying import Copying
 from fc_optim.kernels.backends import backend_for
+from fc_optim.membership import Membership
 from fc_optim.registry import Managed, Registry, check_dtype
 from fc_optim.report import Reporting
 from fc_optim.serving import Serving
@@ -30,7 +30,7 @@ from fc_optim.unfused import BaseStep
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
 
 
-class FairCastOptimizer(Serving, Reporting, Copying):
+class FairCastOptimizer(Membership, Serving, Reporting, Copying):
     """Keeps fp32 masters and leaves in every parameter their stochastically rounded bf16 image.
 
     Three ways to make one::
@@ -209,16 +209,6 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         """
         return evaluation.masters_in_model(self)
 
-    @property
-    def seed(self) -> int:
-        """The 64-bit key of the random bits. Fixed: the shadow in the parameters depends on it."""
-        return self._seed
-
-    @property
-    def dither(self) -> str:
-        """The dither: "fresh", "sync" or "held". Fixed, as the seed is."""
-        return self._dither
-
     # -- foreign writes ------------------------------------------------------------------------
 
     def check(self) -> dict[str, int]:
@@ -258,73 +248,7 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         if self.buffers is not None:
             self.buffers.spread()
 
-    # -- parameters and names ------------------------------------------------------------------
-
-    def bind(self, model: nn.Module) -> "FairCastOptimizer":
-        """Take names and order of `served_params()` from `model`. Random bits do not change.
-
-        Under DistributedDataParallel it is collective: replicas that were built differently are
-        refused, as `agree` does it.
-
-        Raises ValueError if the optimizer trains none of the model's parameters. Returns self.
-        """
-        shards.reshard(model)  # FSDP2 shows other parameters while they are whole
-        self.registry.bind(self.param_groups, model)
-        self.was_bound = True
-        self.model = model
-        self._agreed = False  # the model knows of more ranks
-        self.agree(shards.ddp_groups(model))
-        return self
-
-    def declare_flat(
-        self, param: Tensor, pieces: Sequence[shards.FlatPiece], groups: Sequence[Any] = ()
-    ) -> None:
-        """Say which parameters a flat buffer holds, before its first step.
-
-        Random bits and names are then those of the parameters, as if nothing had been flattened.
-
-        Args:
-            param: a flat parameter of this optimizer, 1-D, as ZeRO and Megatron make them.
-            pieces: one per parameter that it is made of, in the same order on every rank of the
-                groups; `length` is 0 where this rank has none of it.
-            groups: process groups whose buffers together hold the whole parameters.
-
-        Raises ValueError for an unknown parameter, a piece out of bounds, a name that comes twice.
-        """
-        self.registry.declare_flat(self.param_groups, param, pieces, groups)
-
-    def step_buffers(self, model: nn.Module, buffers: Buffers) -> None:
-        """Say which flat buffers a framework put in place of the parameters of `model`.
-
-        For integrations, before the first step. Names and random bits stay those of the
-        parameters. Raises ValueError if the optimizer was not built with a parameter,
-        RuntimeError if it has masters of other tensors.
-        """
-        for b in buffers.all:
-            layout = shards.flat_layout([p for _, p in b.pieces], buffers.groups, buffers.replicas)
-            self.registry.replace(b.tensor, b.group, b.pieces, layout)
-        self.registry.refuse_orphans(self.param_groups, self.state)
-        self.buffers = buffers
-        self.model, self.was_bound, self._agreed = model, True, False
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Masters of the new parameters are made at the next publish or step."""
-        self._base.param_groups = self.param_groups  # somebody may have replaced the list
-        self._agreed = False
-        self._base.add_param_group(param_group)  # appends to the shared list, after its checks
-        try:
-            self._admit(self.param_groups[-1])
-        except Exception:
-            self.param_groups.pop()
-            raise
-
-    def managed(self) -> list[Managed]:
-        """The parameters under management, in group order."""
-        return self.registry.managed(self.param_groups, self.state)
-
-    def name_of(self, param: Tensor) -> str:
-        """The label of a parameter of this optimizer."""
-        return self.registry.name_of(self.param_groups, param)
+    # -- masters and their shadow --------------------------------------------------------------
 
     def context(self) -> Context:
         """What the kernels' batches share."""
@@ -335,25 +259,6 @@ class FairCastOptimizer(Serving, Reporting, Copying):
             backend_for=functools.partial(backend_for, self.backend),
             caches=self._caches,
         )
-
-    def _admit(self, group: dict[str, Any]) -> None:
-        """Check a new group, complete its keys, and give its parameters their identities."""
-        group["served_dtype"] = construct.served_dtype(group.get("served_dtype", torch.bfloat16))
-        construct.set_algorithm(group, type(self._base), self.fused)
-        self._stamp(group)
-        if group.get("differentiable"):
-            raise ValueError("differentiable: True is not supported; masters are no graph nodes.")
-        self.registry.admit(group)
-        self._want_fp32_grads(group)
-
-    def _want_fp32_grads(self, group: dict[str, Any]) -> None:
-        if self.fp32_grads and group["served_dtype"] is not None:
-            for p in group["params"]:
-                if p.dtype == torch.bfloat16 and p.requires_grad and p.grad is None:
-                    p.grad_dtype = torch.float32
-
-    def _with_master(self) -> list[Managed]:
-        return [e for e in self.managed() if "master" in e.state]
 
     @torch.inference_mode(False)  # a rollout's mode; its tensors could not be trained on
     def _make_masters(self) -> None:
@@ -393,19 +298,6 @@ class FairCastOptimizer(Serving, Reporting, Copying):
         # Walking the model is for FSDP alone; DeepSpeed's buffers are none of its parameters.
         if self.buffers is None and any(e.slot.layout.groups for e in entries):
             shards.reshard(self.model)
-
-    def agree(self, groups: Sequence[Any] | None = None) -> None:
-        """Compare with other ranks what the shadow depends on. Collective; makes no masters.
-
-        The first `publish()` does it, over all groups that shard or replicate the parameters as
-        far as they are known. Raises RuntimeError on every rank if they disagree.
-        """
-        if groups is None:
-            groups = self.registry.groups()
-        ids = [e.slot.ids for e in self.managed()]
-        options = {"seed": self.seed, "dither": self.dither, "epoch": self._epoch}
-        options |= {"rounding_scheme": checkpoint.ROUNDING_SCHEME, "parameter names": ids}
-        refuse_disagreement(options, groups)
 
     # -- state ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import pytest  # noqa: E402
 import strategies  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from deepspeed.runtime.config import DeepSpeedConfigError  # noqa: E402
 from strategies import Model, gradients  # noqa: E402
 
 from fc_optim import FairCastOptimizer  # noqa: E402
@@ -185,13 +186,38 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 # ---- What the processes of a test run
 
 
-def compare_all(rank: int, world: int, rendezvous: str) -> None:
-    start(rank, world, rendezvous)
+def compare(names: list[str]) -> None:
     bad = []
-    for name, (ds_config, how) in OPTIONS.items():
+    for name in names:
+        ds_config, how = OPTIONS[name]
         bad += [f"{name}: {d}" for d in beside(ds_config, **how)]
-    dist.destroy_process_group()
     assert not bad, f"{len(bad)} differences, such as {bad[:5]}"
+
+
+def secondary_partitions() -> None:
+    """hpZ gathers for the backward from a second copy, which must follow every write."""
+    from deepspeed.utils import groups as kept
+
+    ds_config = config(3, zero_hpz_partition_size=2)
+    try:
+        assert not beside(ds_config)
+        engine, opt = initialize(ds_config)
+        model, ref = reference(engine)
+        attach(engine)
+        train_engine(engine, [0])
+        train(model, ref, [0])
+        before = weights(engine)  # leaves secondary partitions
+        assert engine.module.get_parameter("second.last.weight").ds_secondary_tensor is not None
+        write(engine, "second.last.weight")
+        assert not torch.equal(before["second.last.weight"], weights(engine)["second.last.weight"])
+        opt.restore_weights()
+        assert all(torch.equal(before[n], v) for n, v in weights(engine).items())
+        engine.backward(engine(gradients(1)))
+        engine.step()
+        train(model, ref, [1])
+        assert not differences(result(ref), result(opt))
+    finally:
+        kept._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # for the process's next engine
 
 
 def plain_adamw(params: Any) -> torch.optim.Optimizer:
@@ -199,16 +225,17 @@ def plain_adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
 
 
-def check_behaviour(rank: int, world: int, rendezvous: str) -> None:
-    start(rank, world, rendezvous)
+def check_behaviour(folder: str) -> None:
     rounds_to_nearest_without_us()
-    refusals(rank)
+    refusals()
     sub_groups_are_looked_at_once()
     one_parameter_whole()
     for name in ("0", "1", "1 fp32 gradients", "1 offloaded", "3", "3 persistent"):
         late_weights(name)
         foreign_weights(name)
-    dist.destroy_process_group()
+    for name in ("0", "1", "1 fp32 gradients", "2 offloaded", "3 persistent"):
+        written_where_another_rank_steps(name, folder)
+    gathered_weights()
 
 
 def rounds_to_nearest_without_us() -> None:
@@ -234,7 +261,7 @@ def rounds_to_nearest_without_us() -> None:
         assert nearest > 0.99 * total and other > 0.1 * total, (stage, nearest, other, total)
 
 
-def refusals(rank: int) -> None:
+def refusals() -> None:
     engine, opt = initialize(config(0))
     assert not opt.state  # DeepSpeed has tried a step
     before = weights(engine)
@@ -251,6 +278,13 @@ def refusals(rank: int) -> None:
     def muon(ps: Any) -> Any:
         matrices = [(n, p) for n, p in ps if len(getattr(p, "ds_shape", p.shape)) == 2]
         return strategies.optimizer([{"params": matrices, "algorithm": "muon"}])
+
+    with pytest.raises(DeepSpeedConfigError, match="MiCS ZeRO-3 sharding has been removed"):
+        initialize(config(3, mics_shard_size=2))
+    engine, _ = initialize(config(1))
+    engine._config._param_dict["bf16"] = {"enabled": False}  # as if it had not been registered
+    with pytest.raises(ValueError, match="bf16.enabled: must be true"):
+        attach(engine)
 
     for stage in (1, 2, 3):
         engine, _ = initialize(config(stage), make=muon)
@@ -347,3 +381,48 @@ def foreign_weights(name: str) -> None:
     with pytest.warns(match="adopted as masters"):
         train(model, ref, [1])
     assert not differences(result(ref), result(opt)), name
+
+
+def written_where_another_rank_steps(name: str, folder: str) -> None:
+    """Rank 1 writes an element that rank 0 steps: all ranks refuse to serve and to save."""
+    ds_config, how = OPTIONS[name]
+    engine, opt = initialize(ds_config, **how)
+    attach(engine)
+    train_engine(engine, [0])
+    before = dict(opt.served_params(copy=True))  # from the module, where it is whole
+    written = engine.module.get_parameter("first.norm.weight")
+    for heal in (opt.restore_weights, opt.adopt_weights if name != "0" else opt.restore_weights):
+        if dist.get_rank() == 1:
+            written.data[0] += 1
+            assert name == "0" or not opt.check()
+        where = f"{folder}/{name}"
+        for action in (
+            opt.publish,
+            lambda: list(opt.served_params()),
+            lambda where=where: engine.save_checkpoint(where),
+        ):
+            with pytest.raises(RuntimeError, match="first.norm.weight changed|other ranks"):
+                action()
+        assert not os.path.exists(where)
+        heal()
+        opt.publish()
+        assert all(torch.equal(before[n], v) for n, v in opt.served_params()), name
+
+
+@torch.no_grad()
+def gathered_weights() -> None:
+    """ZeRO-3 keeps small weights whole: a load writes them there, beside their partitions."""
+    ds_config, how = OPTIONS["3 persistent"]
+    engine, opt = initialize(ds_config, **how)
+    model, ref = reference(engine, **how)
+    attach(engine)
+    for module, optimizer in ((engine.module, opt), (model, ref)):
+        module.load_state_dict({"first.norm.weight": torch.arange(5.0)}, strict=False)
+        with pytest.raises(RuntimeError, match="first.norm.weight changed|other ranks"):
+            optimizer.publish()
+        optimizer.adopt_weights()
+    assert torch.equal(weights(engine)["first.norm.weight"], torch.arange(5.0).bfloat16())
+    with torch.enable_grad():
+        train_engine(engine, [0])
+    train(model, ref, [0])
+    assert not differences(result(ref), result(opt))

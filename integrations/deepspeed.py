@@ -220,7 +220,7 @@ def _buffers(engine: Any, zero: Any) -> Buffers:
     return Buffers(found, [over], [], zero.update_lp_params, lambda: held)
 
 
-def _refuse_split_experts(engine: Any, names: dict[Tensor, str]) -> None:
+def _refuse_split_experts(engine: Any, names: dict[Any, str]) -> None:
     """Raise TypeError where ranks hold different experts: under one name, with the same bits."""
     everyone = _ranks(engine.seq_data_parallel_group)
     for p, name in names.items():
@@ -251,7 +251,7 @@ def _cut(
         yield p, FlatPiece(names[p], p.shape, start, length, max(begin, 0) if length else 0)
 
 
-def _stage3_buffers(zero: Any, names: dict[Tensor, str]) -> Buffers:
+def _stage3_buffers(zero: Any, names: dict[Any, str]) -> Buffers:
     """A buffer per sub-group: every parameter's partition, one behind the other."""
     found = []
     ranks = _ranks(zero.dp_process_group)

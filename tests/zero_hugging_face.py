@@ -48,8 +48,9 @@ def prepare(name: str) -> tuple[Any, ...]:
     return accelerator, *accelerator.prepare(model, opt, scheduler)
 
 
-def run(accelerator: Any, engine: Any, wrapped: Any, scheduler: Any, steps: Any) -> list[Any]:
+def run(prepared: tuple[Any, ...], steps: Any) -> list[Any]:
     """Two micro-batches a step; what gradients were multiplied by in each."""
+    accelerator, engine, wrapped, scheduler = prepared
     scales = []
     for i in steps:
         for _ in range(2):
@@ -75,9 +76,9 @@ def with_accelerate(folder: str) -> None:
         opt = register(prepared[0], prepared[2])
         plain, ref = reference(prepared[1])
         scheduler = torch.optim.lr_scheduler.StepLR(ref, 1, gamma=0.5)
-        scales = run(*prepared, range(SAVED))
+        scales = run(prepared, range(SAVED))
         prepared[0].save_state(f"{folder}/{name}")
-        scales += run(*prepared, range(SAVED, STEPS))
+        scales += run(prepared, range(SAVED, STEPS))
         for i, scale in enumerate(scales):
             train(plain, ref, [i], scale)
             scheduler.step()
@@ -87,7 +88,7 @@ def with_accelerate(folder: str) -> None:
         assert all(torch.equal(v, weights(prepared[1])[n].to(v.dtype)) for n, v in served), name
 
         prepared[0].load_state(f"{folder}/{name}")
-        run(*prepared, range(SAVED, STEPS))
+        run(prepared, range(SAVED, STEPS))
         assert not differences(expected | {"version": opt.served_version}, result(opt)), name
         again = prepare(name)
         if name != "3":  # both orders
@@ -95,7 +96,7 @@ def with_accelerate(folder: str) -> None:
         other = register(again[0], again[2])
         if name == "3":
             again[0].load_state(f"{folder}/{name}")
-        run(*again, range(SAVED, STEPS))
+        run(again, range(SAVED, STEPS))
         assert not differences(expected, result(other)), name
 
 

@@ -90,7 +90,9 @@ class Buffers:
         Finds what somebody wrote on a rank that does not step it.
         """
         held = dict(self.whole())
-        sums = torch.stack([_checksum(w) for w in held.values()]).tolist() if held else []
+        if not held:
+            return []
+        sums = torch.stack([_checksum(w) for w in held.values()]).tolist()
         return differing(dict(zip(held, sums, strict=True)), [*self.groups, *self.replicas])
 
     def take(self, entries: Sequence[Managed]) -> None:

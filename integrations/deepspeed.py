@@ -124,8 +124,6 @@ def attach(engine: Any) -> FairCastOptimizer:
     else:
         opt.state.clear()
     loaded = bool(opt.state) or early is not None
-    if opt.buffers is None:
-        _guard_save(engine, opt)
     opt.step_buffers(engine.module, buffers)
     _find_frozen(engine, opt, buffers.groups)
     if not loaded:
@@ -136,6 +134,8 @@ def attach(engine: Any) -> FairCastOptimizer:
     if loaded:
         opt.restore_weights()
     opt.publish()
+    if "save_checkpoint" not in vars(engine):
+        _guard_save(engine, opt)
     return opt
 
 
@@ -196,9 +196,9 @@ def _buffers(engine: Any, zero: Any) -> Buffers:
             )
             for own, p in zip(owns, ps, strict=True)
         ]
-        copies = [(b.pieces[0][1].name, b.copy()) for b in found]
+        held = [(piece.name, p) for b in found for p, piece in b.pieces]
         return Buffers(
-            found, [], [engine.data_parallel_group], lambda: _to_copies(found), lambda: copies
+            found, [], [engine.data_parallel_group], lambda: _to_copies(found), lambda: held
         )
     if hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
         parts, cuts = zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups
@@ -277,7 +277,8 @@ def _stage3_buffers(zero: Any, names: dict[Any, str]) -> Buffers:
         zero.checkpoint_event_epilogue()  # gathers persistent ones
 
     def gathered() -> list[tuple[str, Tensor]]:  # the same on all ranks: gathering is collective
-        return [(name, p) for p, name in names.items() if p.shape == p.ds_shape]
+        params = [p for group in zero.fp16_groups for p in group]
+        return [(names[p], p) for p in params if p.shape == p.ds_shape]
 
     return Buffers(found, [zero.dp_process_group], [], spread, gathered)
 

@@ -88,13 +88,6 @@ def test_every_stage_gives_the_bits_of_the_unsharded_run(world, ranks) -> None:
 
 
 @pytest.mark.long
-def test_secondary_partitions_follow(ranks) -> None:
-    import zero
-
-    ranks(2).run(zero.secondary_partitions)
-
-
-@pytest.mark.long
 def test_experts_are_served_where_all_ranks_hold_all(ranks, tmp_path) -> None:
     import zero_experts
 
@@ -102,10 +95,17 @@ def test_experts_are_served_where_all_ranks_hold_all(ranks, tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_what_bites_is_found_or_refused(ranks, tmp_path) -> None:
+def test_what_bites_is_found_or_refused(ranks) -> None:
     import zero
 
-    ranks(2).run(zero.check_behaviour, str(tmp_path))
+    ranks(2).run(zero.check_behaviour)
+
+
+@pytest.mark.long
+def test_foreign_writes_are_found_on_every_rank(ranks, tmp_path) -> None:
+    import zero_writes
+
+    ranks(2).run(zero_writes.check, str(tmp_path))
 
 
 @pytest.mark.long

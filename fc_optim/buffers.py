@@ -133,7 +133,7 @@ def _as_forwarded(buffer: FlatBuffer, whole: Mapping[str, Tensor]) -> Tensor:
 def _checksum(weight: Tensor) -> Tensor:
     """A sum over the bits of a weight, each with a factor of its place: 0-d int64.
 
-    A twentieth of the work of a digest, for every `publish()`.
+    A fraction of the work of a digest, since every `publish()` does it.
     """
     as_int = torch.int16 if weight.dtype == torch.bfloat16 else torch.int32
     words = weight.detach().contiguous().view(-1).view(as_int)

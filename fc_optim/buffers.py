@@ -5,18 +5,22 @@ optimizer leaves in a buffer is right by construction; here is what finds a copy
 wrote, and takes it over.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fc_optim.collectives import differing
+from fc_optim.digests import mix
 from fc_optim.foreign import differing_words
 from fc_optim.registry import Managed
 from fc_optim.shards import FlatPiece, Group
 
 _SAMPLE = 1024  # positions of a buffer that a step compares
+_CHUNK = 1 << 20  # elements: 8 MB of int64 temporaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,14 @@ class Buffers:
     groups: process groups that hold the rest of the buffers.
     replicas: process groups whose ranks hold the same buffers.
     spread: copies the buffers to the model's weights, on every rank (collective).
+    whole: gives the model's weights that every rank holds whole now, whoever steps them, by name.
     """
 
     all: Sequence[FlatBuffer]
     groups: Sequence[Group]
     replicas: Sequence[Group]
     spread: Callable[[], None]
+    whole: Callable[[], Iterable[tuple[str, Tensor]]]
 
     def written(self, entries: Sequence[Managed]) -> list[Managed]:
         """The entries whose copy differs from the buffer at sampled positions; one host read."""
@@ -61,10 +67,14 @@ class Buffers:
         return [e for e, count in zip(entries, found, strict=True) if count]
 
     def compare(self, entries: Sequence[Managed]) -> dict[str, int]:
-        """{name: elements of the model's weight that differ from the buffer}, all compared."""
+        """{name: elements of the model's weight that differ from the buffer}, all compared.
+
+        Of what this rank steps; `apart` finds the rest.
+        """
         found: dict[str, int] = {}
+        whole = dict(self.whole())
         for buffer in self._of(entries):
-            copy, flat = buffer.copy().view(-1), buffer.tensor.detach().view(-1)
+            copy, flat = _as_forwarded(buffer, whole), buffer.tensor.detach().view(-1)
             if not _differ(copy[: _end(buffer)], flat[: _end(buffer)]):
                 continue
             for _, piece in buffer.pieces:
@@ -74,11 +84,23 @@ class Buffers:
                     found[piece.name] = count
         return found
 
+    def apart(self) -> list[str]:
+        """Names of weights that ranks hold whole, but not with the same bits. Collective.
+
+        Finds what somebody wrote on a rank that does not step it.
+        """
+        held = dict(self.whole())
+        if not held:
+            return []
+        sums = torch.stack([_checksum(w) for w in held.values()]).tolist()
+        return differing(dict(zip(held, sums, strict=True)), [*self.groups, *self.replicas])
+
     def take(self, entries: Sequence[Managed]) -> None:
         """Buffers <- the model's weights."""
+        whole = dict(self.whole())
         for buffer, e in zip(self._of(entries), entries, strict=True):
             end = _end(buffer)
-            e.local.view(-1)[:end].copy_(buffer.copy().view(-1)[:end])
+            e.local.view(-1)[:end].copy_(_as_forwarded(buffer, whole)[:end])
             e.slot.seen = None  # compare all of it
 
     def _of(self, entries: Sequence[Managed]) -> list[FlatBuffer]:
@@ -89,6 +111,42 @@ class Buffers:
 def _end(buffer: FlatBuffer) -> int:
     """Where the last parameter ends: padding follows."""
     return max((p.offset + p.length for _, p in buffer.pieces), default=0)
+
+
+def _as_forwarded(buffer: FlatBuffer, whole: Mapping[str, Tensor]) -> Tensor:
+    """The model's elements in the buffer's order, as a forward reads them now: 1-D.
+
+    ZeRO-3 keeps some weights whole beside the partitions that it gathers them from.
+    """
+    copy = buffer.copy().detach().view(-1)
+    memory = copy.untyped_storage().data_ptr()
+    held = [(piece, whole[piece.name]) for _, piece in buffer.pieces if piece.name in whole]
+    beside = [(p, w) for p, w in held if p.length and w.untyped_storage().data_ptr() != memory]
+    if beside:
+        copy = copy.clone()
+    for piece, weight in beside:
+        run = weight.detach().reshape(-1)[piece.start : piece.start + piece.length]
+        copy[piece.offset : piece.offset + piece.length].copy_(run)
+    return copy
+
+
+def _checksum(weight: Tensor) -> Tensor:
+    """A sum over the bits of a weight, each with a factor of its place: 0-d int64.
+
+    A fraction of the work of a digest, since every `publish()` does it.
+    """
+    as_int = torch.int16 if weight.dtype == torch.bfloat16 else torch.int32
+    words = weight.detach().contiguous().view(-1).view(as_int)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for part in words.split(_CHUNK):
+        total = total * 31 + (part.to(torch.int64) * _factors(words.device)[: len(part)]).sum()
+    return total
+
+
+@functools.lru_cache(maxsize=1)
+def _factors(device: torch.device) -> Tensor:
+    """Odd, so that no single change is lost modulo 2**64."""
+    return mix(torch.arange(_CHUNK, device=device)) | 1
 
 
 def _differ(copy: Tensor, flat: Tensor) -> Tensor:

@@ -85,11 +85,7 @@ def refuse_disagreement(options: Mapping[str, object], groups: Sequence[Group]) 
         int.from_bytes(hashlib.blake2b(repr(v).encode(), digest_size=8).digest(), "little") >> 1
         for v in options.values()
     ]
-    both = torch.tensor([hashes, [-h for h in hashes]], device="cpu")
-    for group in groups:  # through all of them before anybody raises, or the others would wait
-        both = both.to(comm_device([group], both.device))
-        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
-    differ = [k for k, high, low in zip(options, *both.tolist(), strict=True) if high != -low]
+    differ = differing(dict(zip(options, hashes, strict=True)), groups)
     if differ:
         mine = ", ".join(f"{k}={options[k]!r:.60}" for k in differ)
         raise RuntimeError(
@@ -97,6 +93,18 @@ def refuse_disagreement(options: Mapping[str, object], groups: Sequence[Group]) 
             "copies would be rounded apart. Build the optimizer with the same arguments on every "
             "rank."
         )
+
+
+def differing(numbers: Mapping[str, int], groups: Sequence[Group]) -> list[str]:
+    """Which int64 numbers, under the same keys everywhere, are not the same on all ranks.
+
+    Every rank of the groups learns it, so that all of them raise and none waits for the others.
+    """
+    both = torch.tensor([[*numbers.values()], [~n for n in numbers.values()]], dtype=torch.int64)
+    for group in groups:
+        both = both.to(comm_device([group], both.device))
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
+    return [k for k, high, low in zip(numbers, *both.tolist(), strict=True) if high != ~low]
 
 
 def comm_device(groups: Sequence[Group], device: torch.device) -> torch.device:

@@ -98,7 +98,7 @@ def _sum(name: str, flat: Tensor, segments: Iterable[Segment]) -> Tensor:
         part = words[s.offset * per : (s.offset + s.numel) * per].to(torch.int64)
         if size < 8:
             part &= (1 << 8 * size) - 1
-        total += _mix(_mix(_index(s, per, part.device) + seed) ^ part).sum()
+        total += mix(mix(_index(s, per, part.device) + seed) ^ part).sum()
     return total
 
 
@@ -108,7 +108,7 @@ def _index(s: Segment, per: int, device: torch.device) -> Tensor:
     return (rows[:, None] + torch.arange(s.inner * per, device=device)).view(-1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """The splitmix64 finalizer (Steele et al. 2014) in wrapping int64 arithmetic."""
     x = (x ^ (x >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ (x >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)

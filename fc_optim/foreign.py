@@ -165,7 +165,7 @@ def _changed(counts: Tensor, names: list[str]) -> list[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    names = list(names)
+    names = list(dict.fromkeys(names))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 

@@ -192,7 +192,9 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
             self.agree()
             self._agreed = True
         groups = self.registry.groups()
-        written = self.buffers.compare(self.managed()) if self.buffers else ()
+        written: list[str] = []
+        if self.buffers is not None:
+            written = [*self.buffers.compare(self.managed()), *self.buffers.apart()]
         self._foreign.refuse(self.context(), self.managed(), "publish()", groups, written)
         if redraw and self.dither == "sync":
             self._epoch += 1

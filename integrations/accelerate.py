@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
+from fc_optim.integrations.deepspeed import attach
 from fc_optim.optimizer import FairCastOptimizer
 
 
@@ -31,20 +31,25 @@ def register(accelerator: Accelerator, optimizer: Any) -> FairCastOptimizer:
     which it prepares to work under FSDP and in the middle of a run. After that call `publish()` if
     the weights are not bf16 values already.
 
+    Under DeepSpeed it is `fc_optim.integrations.deepspeed.attach` for the prepared engine; make the
+    plugin from a checked config, `DeepSpeedPlugin(hf_ds_config=register(config))` with `register`
+    of that module, or accelerate replaces the optimizer under offloading. `load_state()` may come
+    before or after; after loading a universal checkpoint call this again.
+
     Raises TypeError if `optimizer` is not a (prepared) FairCastOptimizer, ValueError if no prepared
     model holds its parameters, RuntimeError if the processes disagree or masters were lost when
-    parameters were sharded, NotImplementedError under DeepSpeed and Megatron-LM.
+    parameters were sharded, NotImplementedError under Megatron-LM, and under DeepSpeed what
+    `attach` raises.
     """
     kind: DistributedType = accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        return attach(_engine(accelerator, optimizer))
     if kind.value not in ("NO", "FSDP") and not kind.value.startswith("MULTI_"):  # MULTI_*: DDP
         raise NotImplementedError(
-            f"accelerator: distributed_type {kind.value} is not supported yet; it comes later. "
-            "Train on one process, or under DDP or FSDP, or call deepspeed.initialize() yourself "
-            "(fc_optim.integrations.deepspeed)."
+            f"accelerator: distributed_type {kind.value} is not supported. Train on one process, "
+            "or under DDP, FSDP or DeepSpeed."
         )
-    inner = optimizer
-    while isinstance(inner, AcceleratedOptimizer):
-        inner = inner.optimizer
+    inner = _unwrap(optimizer)
     if not isinstance(inner, FairCastOptimizer):
         raise TypeError(f"optimizer: {type(inner).__name__} is not a FairCastOptimizer.")
     inner.registry.refuse_orphans(inner.param_groups, inner.state)
@@ -53,6 +58,43 @@ def register(accelerator: Accelerator, optimizer: Any) -> FairCastOptimizer:
         inner.agree([torch.distributed.group.WORLD])
     _guard_load_state(accelerator, inner)
     return inner
+
+
+def _unwrap(optimizer: Any) -> Any:
+    """What accelerate's wrapper steps; under DeepSpeed that is inside of another one."""
+    while not isinstance(optimizer, FairCastOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _engine(accelerator: Accelerator, optimizer: Any) -> Any:
+    """The prepared DeepSpeed engine that steps the optimizer, or why there is none."""
+    inner = _unwrap(optimizer)
+    for engine in accelerator._models:
+        if isinstance(inner, FairCastOptimizer) and _unwrap(engine.optimizer) is inner:
+            return engine
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if "optimizer" in config:
+        raise TypeError(
+            f"optimizer: {type(inner).__name__} is DeepSpeed's own, from `optimizer` in its config "
+            "(a DummyOptim stands for it). Remove that key and pass a FairCastOptimizer to "
+            "prepare()."
+        )
+    swapped = offload.get("device", "none") != "none"
+    if accelerator._models and swapped and config.get("zero_force_ds_cpu_optimizer", True):
+        raise TypeError(
+            "optimizer: accelerate replaced it by DeepSpeed's CPU optimizer, because optimizer "
+            "states are offloaded and zero_force_ds_cpu_optimizer is not false. Make the plugin "
+            "with a config from fc_optim.integrations.deepspeed.register: "
+            "DeepSpeedPlugin(hf_ds_config=register(config))."
+        )
+    if not isinstance(inner, FairCastOptimizer):
+        raise TypeError(f"optimizer: {type(inner).__name__} is not a FairCastOptimizer.")
+    raise ValueError(
+        "accelerator: none of its prepared models is trained by the optimizer. Call "
+        "prepare(model, optimizer) with both at once, then register()."
+    )
 
 
 def _trained_model(accelerator: Accelerator, optimizer: FairCastOptimizer) -> nn.Module:

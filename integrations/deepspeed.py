@@ -2,8 +2,9 @@
 
 DeepSpeed steps fp32 flat partitions and copies them to the module's bf16 weights by rounding to
 nearest. Our step leaves a partition on the bf16 grid, with the masters in the optimizer's state: so
-that copy is exact, and nothing of DeepSpeed is patched. Where the partitions lie is read from
-attributes of its optimizers (0.19), which `attach` names when they are not there.
+that copy is exact. Nothing of DeepSpeed is patched; an engine's `save_checkpoint` is wrapped, so
+that ranks refuse foreign writes together. Where the partitions lie is read from attributes of
+DeepSpeed's optimizers (0.19).
 """
 
 import contextlib
@@ -31,17 +32,29 @@ def register(ds_config: dict[str, Any]) -> dict[str, Any]:
     """A copy of a DeepSpeed config with the flags that a client optimizer needs.
 
     Raises ValueError for settings under which masters cannot be served: fp16, an optimizer in the
-    config, bf16 masters, NVMe, quantised weights, SuperOffload, ZenFlow, elastic checkpoints.
+    config, bf16 masters, NVMe, quantised weights, SuperOffload, ZenFlow, AutoEP, elastic
+    checkpoints.
     """
     config = copy.deepcopy(ds_config)
+    if "optimizer" in config:
+        raise ValueError(
+            "ds_config: optimizer: DeepSpeed would build its own; pass FairCastOptimizer to "
+            "initialize() or prepare() instead."
+        )
+    _refuse_settings(config)
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
+    return config
+
+
+def _refuse_settings(config: dict[str, Any]) -> None:
+    """Raise ValueError for what cannot work; "auto" is looked at again by `attach`."""
     zero = config.get("zero_optimization", {})
     bf16 = config.get("bf16", {})
     offload = zero.get("offload_optimizer") or {}
     problems = {
         "fp16.enabled: fp16 weights are not served; use bf16":
-            config.get("fp16", {}).get("enabled"),
-        "optimizer: DeepSpeed would build its own; pass FairCastOptimizer to initialize() instead":
-            "optimizer" in config,
+            config.get("fp16", {}).get("enabled") not in (None, False, "auto"),
         "bf16.enabled: must be true": not bf16.get("enabled"),
         "bf16.bf16_master_weights_and_grads: masters must be fp32":
             bf16.get("bf16_master_weights_and_grads"),
@@ -59,13 +72,12 @@ def register(ds_config: dict[str, Any]) -> dict[str, Any]:
             zero.get("zero_quantized_weights"),
         "zero_optimization.elastic_checkpoint: it drops the masters; use universal checkpoints":
             zero.get("elastic_checkpoint"),
+        "expert_parallel.enabled: AutoEP replaces the parameters that the optimizer was built with":
+            config.get("expert_parallel", {}).get("enabled"),
     }  # fmt: skip
     for problem, found in problems.items():
         if found:
             raise ValueError(f"ds_config: {problem}.")
-    config["zero_allow_untested_optimizer"] = True
-    config["zero_force_ds_cpu_optimizer"] = False
-    return config
 
 
 def attach(engine: Any) -> FairCastOptimizer:
@@ -74,11 +86,13 @@ def attach(engine: Any) -> FairCastOptimizer:
     Call it on every rank after `deepspeed.initialize(model=..., optimizer=FairCastOptimizer(...),
     config=register(config))`, before the first step; before or after `engine.load_checkpoint()`,
     but after it for a universal checkpoint. `served_params()` then gives the weights of
-    `engine.module`. Masters begin as the weights that the module holds.
+    `engine.module`. Masters begin as the weights that the module holds. From then on
+    `engine.save_checkpoint()` calls `publish()` first: all ranks refuse foreign writes, or none.
 
     Raises TypeError if the engine does not step a FairCastOptimizer, or steps partitions that
-    cannot be served, ValueError for a group with `served_dtype=None` (DeepSpeed keeps all weights
-    in bf16) and for a parameter that the optimizer was not built with.
+    cannot be served (experts with `ep_size` above 1), ValueError for what `register` refuses, for a
+    group with `served_dtype=None` (DeepSpeed keeps all weights in bf16) and for a parameter that
+    the optimizer was not built with.
     """
     zero = engine.optimizer
     opt = getattr(zero, "optimizer", zero)
@@ -88,6 +102,7 @@ def attach(engine: Any) -> FairCastOptimizer:
             "deepspeed.initialize(optimizer=...), with a config from register(); accelerate "
             "replaces it under offloading unless zero_force_ds_cpu_optimizer is false."
         )
+    _refuse_settings(engine._config._param_dict)
     universal = engine.load_universal_checkpoint()
     if opt.buffers is not None and not (universal and opt.check()):
         return opt
@@ -119,7 +134,24 @@ def attach(engine: Any) -> FairCastOptimizer:
     if loaded:
         opt.restore_weights()
     opt.publish()
+    if "save_checkpoint" not in vars(engine):
+        _guard_save(engine, opt)
     return opt
+
+
+def _guard_save(engine: Any, opt: FairCastOptimizer) -> None:
+    """Look for foreign writes on all ranks before a file is written.
+
+    `state_dict()` refuses on the rank that sees one, and the others would wait for it.
+    """
+    save = engine.save_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        opt.publish()
+        return save(*args, **kwargs)
+
+    vars(engine)["save_checkpoint"] = save_checkpoint
 
 
 def _finish_universal_load(opt: FairCastOptimizer) -> None:
@@ -152,6 +184,7 @@ def _all_in_groups(opt: FairCastOptimizer, buffers: Sequence[FlatBuffer]) -> Ite
 def _buffers(engine: Any, zero: Any) -> Buffers:
     """What the engine's optimizer steps: fp32 buffers, and where they sit in the parameters."""
     names = {p: clean_name(n) for n, p in engine.module.named_parameters()}
+    _refuse_split_experts(engine, names)
     param_groups = zero.optimizer.param_groups
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         return _stage3_buffers(zero, names)
@@ -163,7 +196,10 @@ def _buffers(engine: Any, zero: Any) -> Buffers:
             )
             for own, p in zip(owns, ps, strict=True)
         ]
-        return Buffers(found, [], [engine.data_parallel_group], lambda: _to_copies(found))
+        held = [(piece.name, p) for b in found for p, piece in b.pieces]
+        return Buffers(
+            found, [], [engine.data_parallel_group], lambda: _to_copies(found), lambda: held
+        )
     if hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
         parts, cuts = zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups
         whole, params = zero.bit16_groups_flat, zero.bit16_groups
@@ -172,17 +208,33 @@ def _buffers(engine: Any, zero: Any) -> Buffers:
         whole, params = zero.bf16_groups_flat, zero.bf16_groups
     else:
         raise TypeError(f"engine: {type(zero).__name__} is not supported; use bf16 with ZeRO 0-3.")
-    groups = zero.real_dp_process_group
-    if any(group is not groups[0] for group in groups):
-        raise TypeError("engine: expert-parallel groups are not supported.")
-    rank = torch.distributed.get_rank(groups[0])
+    over = zero.real_dp_process_group[0]  # of experts: another group of the same ranks
+    rank = torch.distributed.get_rank(over)
     found = []
     for i, (group, part, flat, ps) in enumerate(
         zip(param_groups, parts, whole, params, strict=True)
     ):
         pieces = list(_cut(flat, part.numel(), rank, ps, names))
         found.append(FlatBuffer(group, part, pieces, _at(cuts, i, rank)))
-    return Buffers(found, [groups[0]], [], zero.update_lp_params)
+    held = [(names[p], p) for ps in params for p in ps]
+    return Buffers(found, [over], [], zero.update_lp_params, lambda: held)
+
+
+def _refuse_split_experts(engine: Any, names: dict[Any, str]) -> None:
+    """Raise TypeError where ranks hold different experts: under one name, with the same bits."""
+    everyone = _ranks(engine.seq_data_parallel_group)
+    for p, name in names.items():
+        if not getattr(p, "allreduce", True):
+            over = engine.expert_data_parallel_group[p.group_name]
+            if _ranks(over) != everyone:
+                raise TypeError(
+                    f"engine: {name} is an expert of {p.group_name}: ranks hold different experts "
+                    "under the same name, which cannot be served. Use MoE(..., ep_size=1)."
+                )
+
+
+def _ranks(group: Any) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)
 
 
 def _cut(
@@ -199,17 +251,17 @@ def _cut(
         yield p, FlatPiece(names[p], p.shape, start, length, max(begin, 0) if length else 0)
 
 
-def _stage3_buffers(zero: Any, names: dict[Tensor, str]) -> Buffers:
+def _stage3_buffers(zero: Any, names: dict[Any, str]) -> Buffers:
     """A buffer per sub-group: every parameter's partition, one behind the other."""
     found = []
-    ranks = torch.distributed.get_process_group_ranks(zero.dp_process_group)
+    ranks = _ranks(zero.dp_process_group)
     for k, tensor in enumerate(zero.fp32_partitioned_groups_flat):
         pieces, offset = [], 0
         for p in zero.fp16_groups[k]:
-            if torch.distributed.get_process_group_ranks(p.ds_process_group) != ranks:
+            if _ranks(p.ds_process_group) != ranks:
                 raise TypeError(
-                    f"engine: {names[p]} is partitioned over a group of its own (experts, MiCS), "
-                    "which is not supported."
+                    f"engine: {names[p]} is partitioned over a group of its own, which is not "
+                    "supported."
                 )
             start, length = _partition(p)
             where = offset if length else 0
@@ -224,7 +276,11 @@ def _stage3_buffers(zero: Any, names: dict[Tensor, str]) -> Buffers:
         _to_copies(found)
         zero.checkpoint_event_epilogue()  # gathers persistent ones
 
-    return Buffers(found, [zero.dp_process_group], [], spread)
+    def gathered() -> list[tuple[str, Tensor]]:  # the same on all ranks: gathering is collective
+        params = [p for group in zero.fp16_groups for p in group]
+        return [(names[p], p) for p in params if p.shape == p.ds_shape]
+
+    return Buffers(found, [zero.dp_process_group], [], spread, gathered)
 
 
 def _at(tensors: Any, *where: int) -> Callable[[], Tensor]:

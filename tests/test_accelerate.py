@@ -127,14 +127,14 @@ def test_an_overflow_leaves_every_bit():
     assert_equal_states(opt.state_dict()["state"], plain.state_dict()["state"])
 
 
-def test_deepspeed_is_refused(monkeypatch):
+def test_megatron_is_refused(monkeypatch):
     from accelerate.utils import DistributedType
 
     from fc_optim.integrations.accelerate import register
 
     accelerator, _, _, (_, wrapped, _) = prepared()
-    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
-    with pytest.raises(NotImplementedError, match="DEEPSPEED .* comes later"):
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.MEGATRON_LM)
+    with pytest.raises(NotImplementedError, match="MEGATRON_LM is not supported"):
         register(accelerator, wrapped)
 
 

@@ -1,33 +1,38 @@
 """DeepSpeed trains on the served weights: the bits of the unsharded run, resume, errors."""
 
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_sharding import spawn
+from ranks import Ranks
 
 from fc_optim.integrations.deepspeed import register
 
 CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 
 
-@pytest.fixture
-def zero() -> Any:
-    """The module that needs DeepSpeed, which takes seconds to import."""
-    import zero
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
+    """Gives processes with DeepSpeed in them, the same for all tests that ask for as many."""
+    import zero  # takes seconds
 
-    return zero
+    made: dict[int, Ranks] = {}
+    folder, number = tmp_path_factory.mktemp("rendezvous"), itertools.count()
 
+    def of(world: int) -> Ranks:
+        if world not in made or made[world].closed:
+            made[world] = Ranks(world, zero.start, str(folder / str(next(number))))
+        return made[world]
 
-@pytest.fixture
-def checkpoints(zero) -> Any:
-    import zero_checkpoints
-
-    return zero_checkpoints
+    yield of
+    for processes in made.values():
+        processes.close()
 
 
 def test_register_sets_what_a_client_optimizer_needs() -> None:
@@ -58,6 +63,7 @@ def test_register_sets_what_a_client_optimizer_needs() -> None:
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
         ({"zero_optimization": {"elastic_checkpoint": True}}, "elastic_checkpoint"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "AutoEP"),
     ],
 )
 def test_register_refuses_what_cannot_be_served(change: dict[str, Any], message: str) -> None:
@@ -65,22 +71,49 @@ def test_register_refuses_what_cannot_be_served(change: dict[str, Any], message:
         register(CONFIG | change)
 
 
+@pytest.mark.integration
+def test_each_kind_of_engine_gives_the_bits_of_the_unsharded_run(ranks) -> None:
+    """The part of the next test that has the time to run always."""
+    import zero
+
+    ranks(2).run(zero.compare, ["1 offloaded", "2", "3"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_stage_gives_the_bits_of_the_unsharded_run(world, zero, tmp_path) -> None:
-    spawn(zero.compare_all, world, tmp_path)
+def test_every_stage_gives_the_bits_of_the_unsharded_run(world, ranks) -> None:
+    import zero
+
+    ranks(world).run(zero.compare, list(zero.OPTIONS))
 
 
 @pytest.mark.long
-def test_what_bites_is_found_or_refused(zero, tmp_path) -> None:
-    spawn(zero.check_behaviour, 2, tmp_path)
+def test_experts_are_served_where_all_ranks_hold_all(ranks, tmp_path) -> None:
+    import zero_experts
+
+    ranks(2).run(zero_experts.check, str(tmp_path))
 
 
 @pytest.mark.long
-def test_resume_and_universal_checkpoints_keep_the_masters(checkpoints, tmp_path, capfd) -> None:
+def test_what_bites_is_found_or_refused(ranks) -> None:
+    import zero
+
+    ranks(2).run(zero.check_behaviour)
+
+
+@pytest.mark.long
+def test_foreign_writes_are_found_on_every_rank(ranks, tmp_path) -> None:
+    import zero_writes
+
+    ranks(2).run(zero_writes.check, str(tmp_path))
+
+
+@pytest.mark.long
+def test_resume_and_universal_checkpoints_keep_the_masters(ranks, tmp_path) -> None:
+    import zero_checkpoints as checkpoints
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    spawn(checkpoints.resume, 2, tmp_path, str(tmp_path))
+    ranks(2).run(checkpoints.resume, str(tmp_path))
     for name in ("1", "3"):
         checkpoints.convert(tmp_path, name)
         saved = torch.load(tmp_path / name / "expected", weights_only=False)["saved"]
@@ -91,17 +124,29 @@ def test_resume_and_universal_checkpoints_keep_the_masters(checkpoints, tmp_path
                 value = saved[which][n]
                 assert torch.equal(exported[n], value.float()), f"{which} {n}"
     for world in (1, 3):
-        spawn(checkpoints.load_universal, world, tmp_path, str(tmp_path))
+        ranks(world).run(checkpoints.load_universal, str(tmp_path))
 
 
 @pytest.mark.long
-def test_accelerate_keeps_the_optimizer(checkpoints, tmp_path) -> None:
-    spawn(checkpoints.with_accelerate, 2, tmp_path)
+@pytest.mark.parametrize("world", [1, 2])
+def test_accelerate_trains_saves_and_resumes(world, ranks, tmp_path) -> None:
+    import zero_hugging_face
+
+    ranks(world).run(zero_hugging_face.with_accelerate, str(tmp_path))
 
 
 @pytest.mark.long
-def test_trainer_trains_and_resumes(checkpoints, tmp_path) -> None:
-    spawn(checkpoints.with_trainer, 2, tmp_path, str(tmp_path))
+def test_register_says_what_accelerate_did_to_the_optimizer(ranks) -> None:
+    import zero_hugging_face
+
+    ranks(2).run(zero_hugging_face.refused_by_register)
+
+
+@pytest.mark.long
+def test_trainer_trains_and_resumes(ranks, tmp_path) -> None:
+    import zero_hugging_face
+
+    ranks(2).run(zero_hugging_face.with_trainer, str(tmp_path))
 
 
 @pytest.mark.long

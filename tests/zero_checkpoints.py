@@ -1,28 +1,14 @@
-"""Checkpoints of DeepSpeed, and what Hugging Face makes of its engines."""
+"""Checkpoints of DeepSpeed."""
 
 from pathlib import Path
 from typing import Any
 
-import strategies
 import torch
 import torch.distributed as dist
-from strategies import Model, gradients
-from zero import (
-    OPTIONS,
-    STEPS,
-    config,
-    differences,
-    initialize,
-    reference,
-    result,
-    start,
-    train,
-    train_engine,
-    weights,
-)
+from zero import OPTIONS, config, differences, initialize, result, train_engine, weights
 
 from fc_optim import FairCastOptimizer
-from fc_optim.integrations.deepspeed import attach, register
+from fc_optim.integrations.deepspeed import attach
 
 SAVED = [("0", "fresh"), ("1", "held"), ("1 fp32 gradients", "fresh"), ("2 offloaded", "sync"),
          ("3", "fresh"), ("3 offloaded", "held")]  # fmt: skip
@@ -43,8 +29,8 @@ def go_on(engine: Any, opt: FairCastOptimizer, steps: Any) -> dict[str, Any]:
     return result(opt)
 
 
-def resume(rank: int, world: int, rendezvous: str, folder: str) -> None:
-    start(rank, world, rendezvous)
+def resume(folder: str) -> None:
+    rank = dist.get_rank()
     for k, (name, dither) in enumerate(SAVED):
         ds_config, how = OPTIONS[name]
         where = f"{folder}/{name}"
@@ -77,11 +63,10 @@ def resume(rank: int, world: int, rendezvous: str, folder: str) -> None:
         if rank == 0:
             written = torch.load(f"{folder}/{stage}.bin")
             assert all(torch.equal(v, written[n]) for n, v in served.items())
-    dist.destroy_process_group()
 
 
-def load_universal(rank: int, world: int, rendezvous: str, folder: str) -> None:
-    start(rank, world, rendezvous)
+def load_universal(folder: str) -> None:
+    world = dist.get_world_size()
     for name in ("1", "3"):
         ds_config, how = OPTIONS[name]
         expected = torch.load(f"{folder}/{name}/expected", weights_only=False)
@@ -97,7 +82,6 @@ def load_universal(rank: int, world: int, rendezvous: str, folder: str) -> None:
         assert not bad, f"{name} on {world}: {bad[:5]}"
         assert attach(engine) is opt  # changes nothing now
         assert not differences(expected["end"], result(opt))
-    dist.destroy_process_group()
 
 
 def convert(folder: Path, name: str) -> None:
@@ -121,78 +105,3 @@ def convert(folder: Path, name: str) -> None:
             inject_missing_state=True,
         )
     )
-
-
-# ---- Hugging Face
-
-
-def with_accelerate(rank: int, world: int, rendezvous: str) -> None:
-    """accelerate keeps the optimizer when the config is registered, under offloading as well."""
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
-
-    start(rank, world, rendezvous)
-    ds_config = register(config(2, True))
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config))
-    model = Model().bfloat16()
-    opt = strategies.optimizer(model.named_parameters())
-    engine, wrapped = accelerator.prepare(model, opt)
-    assert wrapped.optimizer.optimizer is opt
-    plain, ref = reference(engine)
-    assert attach(engine) is opt
-    for i in range(STEPS):
-        accelerator.backward(engine(gradients(i)))
-        wrapped.step()
-    train(plain, ref, range(STEPS))
-    assert not differences(result(ref), result(opt))
-    dist.destroy_process_group()
-
-
-def with_trainer(rank: int, world: int, rendezvous: str, folder: str) -> None:
-    """Trainer(deepspeed=...) trains on served weights and resumes bit for bit."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    from fc_optim import FairCastAdamW
-    from fc_optim.integrations.deepspeed import trainer_callback
-
-    start(rank, world, rendezvous)
-    data = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(16)]
-
-    def run(stage: int, resume: str | None) -> tuple[dict[str, Any], FairCastOptimizer]:
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=32,
-                hidden_size=32,
-                intermediate_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-            )  # fmt: skip
-        )
-        ds_config = config(stage)
-        for key in ("train_micro_batch_size_per_gpu", "gradient_clipping"):
-            ds_config[key] = "auto"
-        trainer = Trainer(
-            model,
-            TrainingArguments(
-                f"{folder}/{stage}", deepspeed=register(ds_config), bf16=True, max_steps=4,
-                save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-                learning_rate=1e-3, logging_strategy="no", disable_tqdm=True,
-            ),
-            train_dataset=data,
-            optimizer_cls_and_kwargs=(FairCastAdamW, {"lr": 1e-3, "backend": "cpu"}),
-        )  # fmt: skip
-        trainer.add_callback(trainer_callback(trainer))
-        trainer.train(resume_from_checkpoint=resume)
-        opt = attach(trainer.model_wrapped)
-        served = dict(opt.served_params(copy=True))
-        for name, value in weights(trainer.model_wrapped).items():
-            assert torch.equal(value, served[name]), name
-        return result(opt), opt
-
-    for stage in (2, 3):
-        whole, opt = run(stage, None)
-        assert opt.served_version == 4
-        again, _ = run(stage, f"{folder}/{stage}/checkpoint-2")
-        assert not differences(whole, again), stage
-    dist.destroy_process_group()

@@ -27,6 +27,7 @@ from fc_optim.shards import Group
 _POLL_S = 0.05
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What a sync asks of a rollout engine. `fc_optim.integrations` has adapters."""
 
@@ -47,6 +48,19 @@ class SparseEngine(Protocol):
 
     def load_patches(self, patches: Iterator[Patch], version: int) -> None:
         """As `load`, but weights that no patch names stay."""
+
+
+@runtime_checkable
+class WatchingEngine(Protocol):
+    """An engine that has to see every weight, also those that are sent as patches."""
+
+    def watch(
+        self, weights: Iterator[tuple[str, Tensor]], sent: Manifest
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Pass the weights on, in any order, having looked at each; called before each load.
+
+        May refuse `sent`, what the engine is to hold, by raising at once: nothing was sent then.
+        """
 
 
 class Sync:
@@ -129,7 +143,7 @@ class Sync:
         error = None
         try:
             if self.engine is not None:
-                self._load(self.engine, weights, now.version or 0, whole=before is None)
+                self._load(self.engine, weights, now, whole=before is None)
         except Exception as e:
             error = self._failure(e, now, before)
             error.__cause__ = e
@@ -137,8 +151,11 @@ class Sync:
             pass
         return error
 
-    def _load(self, engine: Engine, weights: Iterator[tuple[str, Tensor]], version: int,
+    def _load(self, engine: Engine, weights: Iterator[tuple[str, Tensor]], now: Manifest,
               whole: bool) -> None:  # fmt: skip
+        version = now.version or 0
+        if isinstance(engine, WatchingEngine):
+            weights = engine.watch(weights, now)
         if not self.sparse:
             engine.load(weights, version)
         elif whole or self._baseline is None:

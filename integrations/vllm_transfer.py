@@ -1,0 +1,103 @@
+"""A vLLM weight transfer through files in shared memory, for CPUs and engines on the same host.
+
+vLLM's own backends (nccl, ipc) need CUDA. Here the whole update is written before the engine is
+told of it: a trainer that dies while it writes leaves the engine as it was.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from safetensors.torch import save_file
+from torch import Tensor
+from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightSource
+from vllm.distributed.weight_transfer.base import TrainerInitInfo
+
+from fc_optim.patches import Patch
+
+_FILE_BYTES = 256 << 20
+_SHARED = Path("/dev/shm")
+
+
+@dataclass
+class FileTransferInit(TrainerInitInfo):
+    """folder: where both sides can read and write; by default shared memory (/dev/shm)."""
+
+    backend: ClassVar[str] = "fc_optim"
+
+    folder: str | None = None
+
+
+class FileTransfer(TrainerWeightTransferEngine[FileTransferInit]):
+    """The trainer's end. Takes one copy of the weights in the folder while an update runs."""
+
+    init_info_cls = FileTransferInit
+    folder: str | None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: FileTransferInit, *, client: Any, source: WeightSource | None = None
+    ) -> "FileTransfer":
+        made = cls(client=client, source=source, is_sender=init_info.is_sender)
+        made.folder = init_info.folder or (str(_SHARED) if _SHARED.is_dir() else None)
+        if made.is_sender:
+            client.init_weight_transfer_engine({})
+        return made
+
+    def send_weights(self) -> None:
+        """Write all of the source, then let the engine read it. Every rank calls it."""
+        assert self.source is not None
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        with self._written(({n: t} for n, t in self.source), {}) as paths:
+            self._update(paths, patches=False)
+
+    def send_patches(self, patches: Iterable[Patch]) -> None:
+        """The same for what changed."""
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def pieces() -> Iterator[dict[str, Tensor]]:
+            for p in patches:
+                shapes[p.name] = p.shape
+                yield {f"{p.name}:i": p.indices, f"{p.name}:v": p.values}
+
+        with self._written(pieces(), shapes) as paths:
+            self._update(paths, patches=True)
+
+    def _update(self, paths: list[str], patches: bool) -> None:
+        self.client.start_weight_update()
+        self.client.update_weights({"paths": paths, "patches": patches})
+        self.client.finish_weight_update()
+
+    @contextmanager
+    def _written(
+        self, pieces: Iterable[dict[str, Tensor]], shapes: dict[str, tuple[int, ...]]
+    ) -> Iterator[list[str]]:
+        """Files of these tensors, and of the shapes that belong to them; removed at the end."""
+        folder = tempfile.mkdtemp(prefix="fc_optim-", dir=self.folder)
+        paths: list[str] = []
+        held: dict[str, Tensor] = {}
+
+        def flush() -> None:
+            paths.append(f"{folder}/{len(paths)}.safetensors")
+            save_file(held, paths[-1], {"shapes": json.dumps(shapes)})
+            held.clear()
+            shapes.clear()
+
+        try:
+            for piece in pieces:
+                held |= {n: t.detach().cpu().contiguous().clone() for n, t in piece.items()}
+                if sum(t.nbytes for t in held.values()) >= _FILE_BYTES:
+                    flush()
+            if held:
+                flush()
+            yield paths
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -18,12 +18,7 @@ or pipeline parallelism; on a CPU see `keep_plain_weights`. Make an `LLM` before
 first step, or numba keeps vLLM from starting in the same process.
 """
 
-import http.client
-import json
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +31,7 @@ from fc_optim.integrations.vllm_layout import (
     check_shapes,
     read_checksums,
 )
+from fc_optim.integrations.vllm_plugin import keep_plain_weights as keep_plain_weights
 from fc_optim.manifests import Manifest
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.patches import Patch
@@ -51,13 +47,11 @@ try:
     )
 
     from fc_optim.integrations import vllm_worker
-    from fc_optim.integrations.vllm_transfer import FileTransfer, FileTransferInit
+    from fc_optim.integrations.vllm_transfer import FileTransfer, FileTransferInit, Routes
 except ImportError as e:
     raise ImportError(
         f"fc_optim.integrations.vllm needs vllm 0.32 or later: pip install 'vllm>=0.32' ({e})"
     ) from e
-
-keep_plain_weights = vllm_worker.keep_plain_weights
 
 _PARTIAL = "partial"  # the version of an engine whose update did not come to its end
 _PATCH_BYTES = 64 << 20
@@ -160,7 +154,7 @@ class OfflineEngine:
 
 # ---- A server
 
-Transfer = Callable[["_Routes", WeightSource], TrainerWeightTransferEngine]
+Transfer = Callable[[Routes, WeightSource], TrainerWeightTransferEngine]
 
 
 class ServerEngine:
@@ -191,13 +185,13 @@ class ServerEngine:
         transfer: Transfer | None = None,
         in_flight: str = "wait",
         folder: str | None = None,
-        packed: dict[str, tuple[str, ...]] | None = None,
+        packed: Mapping[str, Sequence[str]] = PACKED,
         timeout_s: float = 600.0,
     ):
         if in_flight not in ("wait", "abort"):
             raise ValueError(f"in_flight: {in_flight!r} is neither 'wait' nor 'abort'.")
-        self.routes = _Routes(url, timeout_s)
-        self._in_flight, self._packed = in_flight, packed or dict(PACKED)
+        self.routes = Routes(url, timeout_s)
+        self._in_flight, self._packed = in_flight, packed
         self._transfer = transfer or (
             lambda client, source: FileTransfer.trainer_init(
                 FileTransferInit(rank=0, folder=folder), client=client, source=source
@@ -306,54 +300,9 @@ class _Once(WeightSource):
         return self.weights
 
 
-class _Routes:
-    """The server's routes for training; the client that vLLM's senders take."""
-
-    def __init__(self, url: str, timeout_s: float):
-        self.url, self.timeout_s = url.rstrip("/"), timeout_s
-        self.version: str | None = None  # what the weights are when the update is finished
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.post("init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self.post("start_weight_update")
-
-    def update_weights(self, update_info: Any) -> None:
-        self.post("update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.post("finish_weight_update", {"weight_version": weight_version or self.version})
-
-    def get(self, route: str) -> Any:
-        return self._ask(urllib.request.Request(f"{self.url}/{route}"), route)
-
-    def post(self, route: str, body: Any = None, **query: str) -> Any:
-        url = f"{self.url}/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
-        data = b"" if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} if data else {}
-        return self._ask(urllib.request.Request(url, data, headers, method="POST"), route)
-
-    def _ask(self, request: urllib.request.Request, route: str) -> Any:
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as e:
-            text = e.read().decode(errors="replace")[:2000]
-            if e.code == 404:
-                text = "no such route: start the server with VLLM_SERVER_DEV_MODE=1, vLLM >= 0.32."
-            raise RuntimeError(f"{self.url}/{route}: {e.code}: {text}") from e
-        except (OSError, http.client.HTTPException) as e:
-            reason = getattr(e, "reason", e)
-            if isinstance(reason, TimeoutError):
-                raise TimeoutError(f"{self.url}/{route}: no answer in {self.timeout_s} s") from e
-            raise ConnectionError(f"{self.url}/{route}: {reason!r}") from e
-        return json.loads(text) if text else {}
-
-
 # ---- In one call
 
-_SERVERS: dict[Any, tuple[FairCastOptimizer, dict[str, Any], Sync]] = {}
+_KEPT: dict[str | None, tuple[FairCastOptimizer, dict[str, Any], Sync]] = {}  # by URL
 
 
 def sync(
@@ -371,7 +320,9 @@ def sync(
 
     Raises SyncError if the engine holds anything else.
     """
-    kept, key = (_SERVERS, engine) if engine is None or isinstance(engine, str) else (vars(engine), "_fc_optim")  # fmt: skip
+    here = engine is None or isinstance(engine, str)
+    kept: dict[Any, Any] = _KEPT if here else vars(engine)  # with the engine, it goes
+    key = engine if here else "_fc_optim_sync"
     last = kept.get(key)
     if last is None or last[0] is not optimizer or last[1] != options:
         if isinstance(engine, str):

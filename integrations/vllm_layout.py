@@ -209,7 +209,7 @@ def _checksums(runtime: str, tensors: Sequence[Tensor]) -> list[str]:
     """Of the tensors one after another; of a vocabulary, also with its padding."""
     sha = hashlib.sha256()
     for t in tensors:
-        sha.update(t.contiguous().view(-1).view(torch.uint8).numpy())
+        sha.update(t.contiguous().view(-1).view(torch.uint8).numpy().data)
     found = [sha.hexdigest()]
     rows = tensors[0].shape[0] if tensors[0].ndim else 0
     if _is_vocabulary(runtime) and _padded(rows) != rows:
@@ -222,7 +222,7 @@ def _casts(
     runtime: str, tensors: Sequence[Tensor], meaning: Mapping[str, Entry]
 ) -> dict[str, dict[str, Entry]]:
     """What the checksums mean of an engine that computes in another dtype."""
-    found = {}
+    found: dict[str, dict[str, Entry]] = {}
     for dtype in {torch.float16, torch.bfloat16, torch.float32} - {tensors[0].dtype}:
         cast = {part: entry(dtype, e.shape, None) for part, e in meaning.items()}
         found |= dict.fromkeys(_checksums(runtime, [t.to(dtype) for t in tensors]), cast)

@@ -1,12 +1,17 @@
-"""A vLLM weight transfer through files in shared memory, for CPUs and engines on the same host.
+"""The way to a vLLM server: its HTTP routes, and a weight transfer through shared memory.
 
-vLLM's own backends (nccl, ipc) need CUDA. Here the whole update is written before the engine is
-told of it: a trainer that dies while it writes leaves the engine as it was.
+vLLM's own backends (nccl, ipc) need CUDA. `FileTransfer` is for CPUs, and for engines on the same
+host. It writes the whole update before the engine is told of it: a trainer that dies meanwhile
+leaves the engine as it was.
 """
 
+import http.client
 import json
 import shutil
 import tempfile
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,3 +106,48 @@ class FileTransfer(TrainerWeightTransferEngine[FileTransferInit]):
             yield paths
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class Routes:
+    """The server's routes for training; the client that vLLM's senders take."""
+
+    def __init__(self, url: str, timeout_s: float):
+        self.url, self.timeout_s = url.rstrip("/"), timeout_s
+        self.version: str | None = None  # what the weights are when the update is finished
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.post("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.post("finish_weight_update", {"weight_version": weight_version or self.version})
+
+    def get(self, route: str) -> Any:
+        return self._ask(urllib.request.Request(f"{self.url}/{route}"), route)
+
+    def post(self, route: str, body: Any = None, **query: str) -> Any:
+        url = f"{self.url}/{route}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if data else {}
+        return self._ask(urllib.request.Request(url, data, headers, method="POST"), route)
+
+    def _ask(self, request: urllib.request.Request, route: str) -> Any:
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as e:
+            text = e.read().decode(errors="replace")[:2000]
+            if e.code == 404:
+                text = "no such route: start the server with VLLM_SERVER_DEV_MODE=1, vLLM >= 0.32."
+            raise RuntimeError(f"{self.url}/{route}: {e.code}: {text}") from e
+        except (OSError, http.client.HTTPException) as e:
+            reason = getattr(e, "reason", e)
+            if isinstance(reason, TimeoutError):
+                raise TimeoutError(f"{self.url}/{route}: no answer in {self.timeout_s} s") from e
+            raise ConnectionError(f"{self.url}/{route}: {reason!r}") from e
+        return json.loads(text) if text else {}

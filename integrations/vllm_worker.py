@@ -1,11 +1,10 @@
 """What runs in vLLM's own processes: writing whole fused parameters, reading what is held.
 
-`register` is the entry point that vLLM calls in each of its processes. The functions get vLLM's
-worker, by `LLM.collective_rpc`; `WeightReceiver` is the other end of `FileTransfer`.
+The functions get vLLM's worker, by `LLM.collective_rpc`; `WeightReceiver` is the other end of
+`FileTransfer`.
 """
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.weight_transfer import (
-    WeightTransferEngine,
-    WeightTransferEngineFactory,
-    WeightTransferTrainerFactory,
-)
+from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     CheckpointWeightPatch,
@@ -33,41 +28,6 @@ from vllm.model_executor.model_loader.reload import (
 from fc_optim.integrations.vllm_layout import Layout, check_shapes, emptied
 from fc_optim.manifests import Entry, manifest
 from fc_optim.patches import Patch
-
-BACKEND = "fc_optim"
-
-
-def register() -> None:
-    """Make the backend "fc_optim" known to vLLM (entry point of `vllm.general_plugins`)."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
-        WeightTransferTrainerFactory.register_engine(
-            BACKEND, "fc_optim.integrations.vllm_transfer", "FileTransfer"
-        )
-    if os.environ.get("FC_OPTIM_VLLM_PLAIN") == "1":
-        keep_plain_weights()
-
-
-def keep_plain_weights() -> None:
-    """On a CPU, let linear layers compute with torch and keep their weights as they were loaded.
-
-    Without, vLLM repacks them into oneDNN's or AMX's layout where the CPU has AVX-512, and keeps no
-    plain copy that could be updated or read. Call it in the engine's process before the engine is
-    made. Changes nothing on a GPU.
-    """
-    from vllm.model_executor.layers import utils
-
-    repack = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2:
-            layer.cpu_linear = nn.functional.linear
-        else:
-            repack(layer, remove_weight)
-
-    if repack.__name__ != dispatch.__name__:
-        utils.dispatch_cpu_unquantized_gemm = dispatch
-
 
 # ---- The model of a worker
 
@@ -98,10 +58,10 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _write_patches(model: nn.Module, patches: Iterable[Patch]) -> None:
-    load_checkpoint_weight_patches(
-        model,
-        [CheckpointWeightPatch(p.name, p.shape, p.values.dtype, p.values, p.indices) for p in patches],
-    )  # fmt: skip
+    rows = [
+        CheckpointWeightPatch(p.name, p.shape, p.values.dtype, p.values, p.indices) for p in patches
+    ]
+    load_checkpoint_weight_patches(model, rows)
 
 
 # ---- What OfflineEngine calls

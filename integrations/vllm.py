@@ -244,13 +244,11 @@ class ServerEngine:
 
     def _update(self, send: Callable[[], None], version: int) -> None:
         before = self.routes.get("weight_info")["weight_version"]
-        self.routes.post("pause", mode=self._in_flight)
         try:
-            self.routes.version = str(version)
+            self.routes.post("pause", mode=self._in_flight)
             self.routes.post("update_weight_version", {"new_version": _PARTIAL})
+            self.routes.version = str(version)
             send()
-            # vLLM's senders finish without a version where they bring a client of their own
-            self.routes.post("update_weight_version", {"new_version": str(version)})
             self._resume()
         except Exception as e:
             self._recover(e, before, version)
@@ -265,21 +263,21 @@ class ServerEngine:
         self.routes.post("resume")
 
     def _recover(self, error: Exception, before: str, version: int) -> None:
-        """Resume if all weights are of one version; raise if not."""
+        """Resume if all weights are of one version; else raise and leave the server paused."""
+        why = f"{str(error).removesuffix('.')}. The server is left paused"
+        kind = TimeoutError if isinstance(error, TimeoutError) else RuntimeError
         try:
             which = self._ledger.holds(self._checksums())
             if which is not None:
-                is_now = str(version) if which == "new" else before
-                self.routes.post("update_weight_version", {"new_version": is_now})
+                held = str(version) if which == "new" else before
+                self.routes.post("update_weight_version", {"new_version": held})
                 self._resume()
                 return
         except Exception as second:
-            raise RuntimeError(
-                f"{error} The server does not answer since ({second}): start it again."
-            ) from error
-        raise RuntimeError(
-            f"{error} The server is left paused: its weights are neither all old nor all new. The "
-            "next sync that succeeds resumes it."
+            raise kind(f"{why}, if it still runs: {second}") from error
+        raise kind(
+            f"{why}: its weights are neither all old nor all new. The next sync that succeeds "
+            "resumes it."
         ) from error
 
     def _checksums(self) -> dict[str, set[str]]:

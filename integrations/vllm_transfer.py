@@ -119,7 +119,14 @@ class Routes:
         self.post("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self.post("start_weight_update")
+        """Ends an update before it that its trainer did not: it died, or was cut off."""
+        try:
+            self.post("start_weight_update")
+        except RuntimeError as e:
+            if "already active" not in str(e):
+                raise
+            self.post("finish_weight_update")
+            self.post("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
         self.post("update_weights", {"update_info": update_info})

@@ -249,6 +249,7 @@ class ServerEngine:
             self.routes.post("update_weight_version", {"new_version": _PARTIAL})
             self.routes.version = str(version)
             send()
+            self._ledger.loaded()
             self._resume()
         except Exception as e:
             self._recover(e, before, version)

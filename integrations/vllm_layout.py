@@ -136,7 +136,9 @@ def _is_vocabulary(runtime: str) -> bool:
 
 
 class Ledger:
-    """What the checksums of the last two versions mean: sha256 -> entries by checkpoint names.
+    """What the checksums of two versions mean: sha256 -> entries by checkpoint names.
+
+    They are the newest, and the last before it of which `loaded()` was called.
 
     They cannot be told from digests, so each weight is hashed on its way to the engine. A fused
     parameter of which a part is old and a part new has none of the known checksums.
@@ -146,12 +148,15 @@ class Ledger:
         self._now: dict[str, dict[str, dict[str, Entry]]] = {}
         self._before: dict[str, dict[str, dict[str, Entry]]] = {}
         self._casts: dict[str, dict[str, dict[str, Entry]]] = {}  # of the newest
+        self._loaded = False
 
     def record(
         self, layout: Layout, weights: Iterable[tuple[str, Tensor]], sent: Manifest
     ) -> Iterator[tuple[str, Tensor]]:
         """Pass the weights of a new version through, fused ones together."""
-        self._before, self._now, self._casts = self._now, {}, {}
+        if self._loaded:
+            self._before, self._loaded = self._now, False
+        self._now, self._casts = {}, {}
         for group in layout.whole_groups(weights, _clone):
             runtime, parts = layout.place(group[0][0])
             meaning = {part: sent.parameters[part] for part in parts}
@@ -160,6 +165,10 @@ class Ledger:
             if tensors[0].ndim == 1:  # small, and enough to tell the dtype of an engine
                 self._casts[runtime] = _casts(runtime, tensors, meaning)
             yield from group
+
+    def loaded(self) -> None:
+        """The engine took the newest version."""
+        self._loaded = True
 
     def translate(self, checksums: Mapping[str, Collection[str]]) -> dict[str, Entry]:
         """Entries by checkpoint names; without a digest where a checksum is not known.

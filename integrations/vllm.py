@@ -129,6 +129,12 @@ class OfflineEngine:
         parameters = self._call(vllm_worker.entries, self._rows)
         return Manifest(_number(self.llm.get_weight_version()), parameters)
 
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights themselves, under the names that were loaded: views of the engine's memory,
+        copies if it is in another process."""
+        named: list[tuple[str, Tensor]] = self._call(vllm_worker.read, self._rows)
+        return named
+
     def _finish(self, version: int) -> None:
         self._call(vllm_worker.finish)
         if not self.llm.reset_prefix_cache():

@@ -92,8 +92,8 @@ def finish(worker: Any) -> None:
     worker.model_runner.reset_encoder_cache()
 
 
-def entries(worker: Any, rows: dict[str, int]) -> dict[str, Entry]:
-    """What the model computes with, by checkpoint names, read from its memory.
+def read(worker: Any, rows: dict[str, int]) -> list[tuple[str, Tensor]]:
+    """What the model computes with, by checkpoint names: views of its memory.
 
     rows: checkpoint name -> its rows, which tell where it lies in a fused parameter.
     """
@@ -104,7 +104,12 @@ def entries(worker: Any, rows: dict[str, int]) -> dict[str, Entry]:
         runtime, parts = layout.place(name)
         first = sum(rows[part] for part in parts[: parts.index(name)])
         named.append((name, model.get_parameter(runtime).detach()[first : first + rows[name]]))
-    return dict(manifest(None, named).parameters)
+    return named
+
+
+def entries(worker: Any, rows: dict[str, int]) -> dict[str, Entry]:
+    """The same as entries of a manifest."""
+    return dict(manifest(None, read(worker, rows)).parameters)
 
 
 # ---- The other end of FileTransfer

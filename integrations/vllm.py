@@ -18,6 +18,7 @@ or pipeline parallelism; on a CPU see `keep_plain_weights`. Make an `LLM` before
 first step, or numba keeps vLLM from starting in the same process.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from fc_optim.integrations.vllm_layout import (
     read_checksums,
 )
 from fc_optim.integrations.vllm_plugin import keep_plain_weights as keep_plain_weights
-from fc_optim.manifests import Manifest
+from fc_optim.manifests import Entry, Manifest
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.patches import Patch
 from fc_optim.serving import list_items
@@ -97,7 +98,8 @@ class OfflineEngine:
     def __init__(self, llm: "vllm.LLM"):
         self.llm = llm
         self._rows: dict[str, int] = {}
-        self._layout, self._shapes = self._call(vllm_worker.describe)
+        packed, self._shapes = self._call(vllm_worker.describe)
+        self._layout = Layout(frozenset(self._shapes), packed)
 
     def watch(self, weights: Weights, sent: Manifest) -> Weights:
         """Refuse, before anything is written, what does not make up the engine's parameters."""
@@ -111,28 +113,36 @@ class OfflineEngine:
     def load(self, weights: Weights, version: int) -> None:
         """See `fc_optim.sync.Engine`. Raises ValueError for a fused parameter without all of its
         parts, of which nothing is written."""
+        rows: dict[str, int] = {}
         for group in self._layout.whole_groups(weights, lambda t: t.detach().clone()):
             self.llm.update_weight_version(_PARTIAL)
-            self._rows |= {name: tensor.shape[0] for name, tensor in group}
-            self._call(vllm_worker.load_group, group)
+            rows |= {name: tensor.shape[0] for name, tensor in group}
+            self._rows |= rows
+            self._call(vllm_worker.load_group, group=group)
+        self._rows = rows
         self._finish(version)
 
     def load_patches(self, patches: Iterator[Patch], version: int) -> None:
         """See `fc_optim.sync.SparseEngine`. Raises ValueError for new values that are NaN."""
         for batch in _batches(patches):
             self.llm.update_weight_version(_PARTIAL)
-            self._call(vllm_worker.load_patches, batch)
+            self._call(vllm_worker.load_patches, patches=batch)
         self._finish(version)
 
     def held(self) -> Manifest:
         """What the model computes with, under the names that were loaded."""
-        parameters = self._call(vllm_worker.entries, self._rows)
+        answer = self._call(vllm_worker.entries, rows=self._rows)
+        parameters = {name: Entry(d, tuple(s), x) for name, (d, s, x) in answer.items()}
         return Manifest(_number(self.llm.get_weight_version()), parameters)
 
-    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights themselves, under the names that were loaded: views of the engine's memory,
-        copies if it is in another process."""
-        named: list[tuple[str, Tensor]] = self._call(vllm_worker.read, self._rows)
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The weights themselves, under the names that were loaded: views of the engine's memory.
+
+        Raises RuntimeError if that is another process's.
+        """
+        named: list[tuple[str, Tensor]] = self._call(vllm_worker.read, rows=self._rows)
+        if not all(isinstance(t, Tensor) for _, t in named):
+            raise RuntimeError("llm: its weights are in another process; held() tells their bits.")
         return named
 
     def _finish(self, version: int) -> None:
@@ -144,9 +154,9 @@ class OfflineEngine:
             )
         self.llm.update_weight_version(str(version))
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            (answer,) = self.llm.collective_rpc(function, args=args)
+    def _call(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+        try:  # bound, they are pickled; as arguments of the call tensors would arrive as lists
+            (answer,) = self.llm.collective_rpc(functools.partial(function, **kwargs))
         except TypeError as e:
             if "VLLM_ALLOW_INSECURE_SERIALIZATION" not in str(e):
                 raise

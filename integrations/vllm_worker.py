@@ -59,18 +59,20 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _write_patches(model: nn.Module, patches: Iterable[Patch]) -> None:
     rows = [
-        CheckpointWeightPatch(p.name, p.shape, p.values.dtype, p.values, p.indices) for p in patches
+        CheckpointWeightPatch(p.name, tuple(p.shape), p.values.dtype, p.values, p.indices)
+        for p in patches
     ]
     load_checkpoint_weight_patches(model, rows)
 
 
-# ---- What OfflineEngine calls
+# ---- What OfflineEngine calls: plain lists and dicts, which reach an LLM in another process too
 
 
-def describe(worker: Any) -> tuple[Layout, dict[str, tuple[int, ...]]]:
-    """The layout, and the shapes of the runtime parameters."""
+def describe(worker: Any) -> tuple[dict[str, Sequence[str]], dict[str, tuple[int, ...]]]:
+    """Which parameters the model fuses, and the shapes of its own. Raises as `layout_of`."""
     model = worker.model_runner.get_model()
-    return layout_of(model, worker.vllm_config), shapes_of(model)
+    layout = layout_of(model, worker.vllm_config)
+    return dict(layout.packed), shapes_of(model)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor
 
 import fc_optim
@@ -283,7 +284,7 @@ class TestOffline:
         assert offline.generate().cached == 96
         trainer.step()
         for group in engine._layout.whole_groups(trainer.opt.served_params(), Tensor.clone):
-            engine._call(vllm_worker().load_group, group)
+            engine._call(vllm_worker().load_group, group=group)
         stale = offline.generate()  # what a load alone would do
         assert stale.cached == 96
         assert (trainer.log_probs(stale.tokens) - stale.log_probs).abs().max() > 5 * BOUND
@@ -363,10 +364,10 @@ class TestOffline:
                     new = {}
                 if how == "part of qkv":  # plain load_weights of everything but k
                     kept = [(n, t) for n, t in new.items() if "k_proj.weight" not in n]
-                    self._call(vllm_worker().load_group, kept)
+                    self._call(vllm_worker().load_group, group=kept)
                 else:
                     for group in self._layout.whole_groups(whole(self._layout, new), Tensor.clone):
-                        self._call(vllm_worker().load_group, group)
+                        self._call(vllm_worker().load_group, group=group)
                 self._finish(version)
 
         def whole(at: Layout, new: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
@@ -399,6 +400,39 @@ class TestOffline:
         with pytest.raises(NotImplementedError, match="layers.1.mlp.down_proj.weight is empty.*keep_plain_weights"):  # fmt: skip # noqa: E501
             OfflineEngine(offline.llm)
         layer.weight = weight
+
+
+def in_another_process(rank: int, folder: Path, allowed: bool) -> None:
+    import vllm
+
+    from fc_optim.integrations.vllm import sync
+
+    llm = vllm.LLM(str(folder), dtype="bfloat16", disable_log_stats=True, **ENGINE)
+    trainer = make_trainer(folder)
+    trainer.step()
+    if not allowed:
+        with pytest.raises(RuntimeError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
+            sync(trainer.opt, llm)
+        return
+    assert sync(trainer.opt, llm).digest == trainer.opt.served_digest()
+    sync(trainer.opt, llm, sparse=True)
+    trainer.step()
+    assert sync(trainer.opt, llm, sparse=True).digest == trainer.opt.served_digest()
+    assert_serves(trainer, Offline(llm, folder).generate())
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_an_llm_in_another_process(
+    allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": str(int(allowed))}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    mp.spawn(in_another_process, (save_model(tmp_path, tied=True), allowed), nprocs=1)
 
 
 def vllm_worker() -> Any:
@@ -541,6 +575,42 @@ class TestServer:
         trainer.step()
         Sync(trainer.opt, ServerEngine(server.url))()
         assert_serves(trainer, server.generate())
+
+    def test_vllms_own_sender_takes_a_served_source(self, server: Server) -> None:
+        from vllm.distributed.weight_transfer import (
+            HTTPVLLMWeightSyncClient,
+            WeightTransferTrainerFactory,
+        )
+
+        from fc_optim.integrations import vllm_plugin
+        from fc_optim.integrations.vllm import ServedSource, ServerEngine
+        from fc_optim.integrations.vllm_transfer import FileTransferInit
+
+        vllm_plugin.register()
+        vllm_plugin.register()  # vLLM may call it again
+        trainer = make_trainer(server.folder)
+        source = ServedSource(trainer.opt)
+        sender = WeightTransferTrainerFactory.trainer_init(
+            FileTransferInit(rank=0), client=HTTPVLLMWeightSyncClient(server.url), source=source
+        )
+
+        def with_factory(client: Any, source: Any) -> Any:
+            return WeightTransferTrainerFactory.trainer_init(
+                FileTransferInit(rank=0), client=client, source=source
+            )
+
+        for _ in range(2):
+            trainer.step()
+            assert [(m.name, m.dtype, m.shape) for m in source.metadata()] == [
+                (n, t.dtype, tuple(t.shape)) for n, t in source
+            ]
+            sender.send_weights()
+            bits = server.bits()
+            Sync(trainer.opt, ServerEngine(server.url, transfer=with_factory))()
+            assert server.bits() == bits
+        names = [(n, p) for n, p in trainer.model.named_parameters()][::-1]
+        other = FairCastAdamW(names)  # unbound: another order, k before q
+        Sync(other, ServerEngine(server.url))()
 
     def test_sparse_equals_whole(self, server: Server) -> None:
         from fc_optim.integrations.vllm import ServerEngine

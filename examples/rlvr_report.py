@@ -1,6 +1,7 @@
 """What rlvr.py reports: where the figures come from, a table, and a plot."""
 
 import argparse
+import importlib
 import importlib.metadata
 import platform
 import textwrap
@@ -25,6 +26,8 @@ def provenance(args: argparse.Namespace) -> list[str]:
     )
     packages = ("fc_optim", "torch", "transformers", "reasoning-gym")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    if args.engine == "vllm":
+        versions += f", vllm {importlib.import_module('vllm').__version__}"
     hardware = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if args.device == "cuda":

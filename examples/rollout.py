@@ -1,9 +1,11 @@
-"""A small decoder, a rollout engine for it, and what trains it.
+"""A small decoder, rollout engines for it, and what trains it.
 
-Trainer and engine exchange token ids, never text, and the engine gets its weights through `load`
-alone: an engine backed by vLLM needs no more than `load` and `generate`.
+Trainer and engine exchange token ids, never text, and an engine gets its weights through `load`
+alone: what vLLM's differs in is `load` and `generate`.
 """
 
+import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from fc_optim import FairCastAdamW
+from fc_optim import FairCastAdamW, manifest
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 Ids = list[int]
@@ -48,7 +50,7 @@ class Completion(NamedTuple):
 
 
 class RolloutEngine:
-    """A second model that gets its weights through `load` alone, as vLLM does."""
+    """A second transformers model that gets its weights through `load` alone, as vLLM does."""
 
     def __init__(
         self, tokenizer: Any, device: str, hidden: int = 96, dtype: torch.dtype = torch.bfloat16
@@ -58,6 +60,10 @@ class RolloutEngine:
 
     def load(self, named_tensors: NamedTensors) -> None:
         load_weights(self.model, named_tensors)
+
+    def named_parameters(self) -> NamedTensors:
+        """The weights that it generates from."""
+        return ((n, p.detach()) for n, p in self.model.named_parameters())
 
     @torch.no_grad()
     def generate(
@@ -91,6 +97,64 @@ class RolloutEngine:
         prompts = [self.tokenizer.encode(p.prompt) for p in puzzles]
         scores = self.score(puzzles, self.generate(prompts, max_tokens=max_tokens))
         return sum(scores) / len(scores)
+
+
+class VLLMRolloutEngine(RolloutEngine):
+    """The same with vLLM: an `LLM` in this process. Make it before anything is optimized.
+
+    `load` proves what it did: it reads the engine's memory and compares.
+    """
+
+    def __init__(self, tokenizer: Any, device: str, hidden: int = 96):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if device == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        from fc_optim.integrations.vllm import OfflineEngine, keep_plain_weights
+
+        keep_plain_weights()
+        import vllm
+
+        self.tokenizer = tokenizer
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(torch.bfloat16, "cpu", hidden).save_pretrained(folder)
+            self.llm = vllm.LLM(
+                folder, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True,
+                max_model_len=64, max_num_seqs=64, disable_log_stats=True,
+            )  # fmt: skip
+        self.engine = OfflineEngine(self.llm)
+        self.loads = 0
+
+    def load(self, named_tensors: NamedTensors) -> None:
+        sent = list(named_tensors)
+        self.loads += 1
+        self.engine.load(iter(sent), self.loads)
+        if self.engine.held() != manifest(self.loads, sent):
+            raise RuntimeError("vLLM holds other weights than it was sent.")
+
+    def named_parameters(self) -> NamedTensors:
+        return self.engine.named_parameters()
+
+    def generate(
+        self, prompts: list[Ids], *, max_tokens: int, seed: int | None = None
+    ) -> list[Completion]:
+        from vllm import SamplingParams
+
+        how: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": 0, "detokenize": False}
+        params = [
+            SamplingParams(temperature=0, **how)
+            if seed is None
+            else SamplingParams(temperature=1, seed=seed * len(prompts) + i, **how)
+            for i in range(len(prompts))
+        ]
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        completions = []
+        for done in self.llm.generate(asked, params, use_tqdm=False):
+            ids = list(done.outputs[0].token_ids)
+            logp = [x[i].logprob for x, i in zip(done.outputs[0].logprobs, ids, strict=True)]
+            completions.append(Completion(ids, logp))
+        return completions
 
 
 def log_probs(

@@ -152,7 +152,12 @@ class MovementTracker:
         )
 
     def _take(self, weights: Weights) -> Tensor:
-        parts = [t.detach().reshape(-1)[self._at[name]] for name, t in _named(weights)]
+        """The sample of each tensor, in the order of `start`."""
+        tensors = dict(_named(weights))
+        if tensors.keys() != self._at.keys():
+            odd = sorted(tensors.keys() ^ self._at.keys())[:8]
+            raise ValueError(f"weights: not the names that it follows: {', '.join(odd)}.")
+        parts = [tensors[name].detach().reshape(-1)[at] for name, at in self._at.items()]
         return torch.cat([p.cpu() for p in parts])
 
 

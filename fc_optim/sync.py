@@ -28,6 +28,7 @@ from fc_optim.shards import Group
 _POLL_S = 0.05
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What a sync asks of a rollout engine. `fc_optim.integrations` has adapters."""
 
@@ -48,6 +49,19 @@ class SparseEngine(Protocol):
 
     def load_patches(self, patches: Iterator[Patch], version: int) -> None:
         """As `load`, but weights that no patch names stay."""
+
+
+@runtime_checkable
+class WatchingEngine(Protocol):
+    """An engine that has to see every weight, also those that are sent as patches."""
+
+    def watch(
+        self, weights: Iterator[tuple[str, Tensor]], sent: Manifest
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Pass the weights on, in any order, having looked at each; called before each load.
+
+        May refuse `sent`, what the engine is to hold, by raising at once: nothing was sent then.
+        """
 
 
 class Sync:
@@ -148,7 +162,9 @@ class Sync:
         error = None
         try:
             if self.engine is not None:
-                self._load(self.engine, weights, now.version or 0, whole=before is None)
+                self._load(self.engine, weights, now, whole=before is None)
+        except SyncError as e:
+            error = e
         except Exception as e:
             error = self._failure(e, now, before)
             error.__cause__ = e
@@ -156,7 +172,14 @@ class Sync:
             pass
         return error
 
-    def _load(self, engine: Engine, weights: NamedTensors, version: int, whole: bool) -> None:
+    def _load(self, engine: Engine, weights: NamedTensors, now: Manifest, whole: bool) -> None:
+        version = now.version or 0
+        if isinstance(engine, WatchingEngine):
+            try:
+                weights = engine.watch(weights, now)
+            except Exception as e:
+                text = f"the engine cannot take version {version}, nothing was sent: {e}"
+                raise SyncError("refused", text) from e
         if not self.sparse:
             engine.load(weights, version)
         elif whole or self._baseline is None:
@@ -190,7 +213,10 @@ class Sync:
         """What an exception in the middle of a load left in the engine."""
         if isinstance(e, TimeoutError):
             return SyncError("late", f"the engine did not take version {now.version} in time: {e}")
-        text = f"the engine failed while it loaded version {now.version}: {type(e).__name__}: {e}."
+        why = str(e).removesuffix(".")
+        text = (
+            f"the engine failed while it loaded version {now.version}: {type(e).__name__}: {why}."
+        )
         try:
             held = self._ask()
         except Exception as second:

@@ -125,6 +125,16 @@ def test_the_tracker_samples_every_tensor_evenly():
         metrics.MovementTracker(start, sample=0)
 
 
+def test_the_tracker_goes_by_names():
+    start, masters, served = random_weights(0)
+    want = metrics.MovementTracker(start).record(masters, served)
+    tracker = metrics.MovementTracker(start)
+    with pytest.raises(ValueError, match="not the names that it follows: b"):
+        tracker.record(masters, {"a": served["a"]})
+    back = dict(reversed(served.items()))
+    assert tracker.record(masters, back) == want
+
+
 def test_log_ratio_follows_its_plain_definition():
     g = torch.Generator().manual_seed(0)
     p, q = torch.randn(6, 9, generator=g) * 0.1, torch.randn(6, 9, generator=g) * 0.1

@@ -21,12 +21,13 @@ from fc_optim.diagnosis import SyncError
 from fc_optim.manifests import Manifest, served_manifest
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.patches import Baseline, Patch
-from fc_optim.serving import Item, list_items, stream
+from fc_optim.serving import Item, NamedTensors, list_items, stream
 from fc_optim.shards import Group
 
 _POLL_S = 0.05
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What a sync asks of a rollout engine. `fc_optim.integrations` has adapters."""
 
@@ -49,6 +50,19 @@ class SparseEngine(Protocol):
         """As `load`, but weights that no patch names stay."""
 
 
+@runtime_checkable
+class WatchingEngine(Protocol):
+    """An engine that has to see every weight, also those that are sent as patches."""
+
+    def watch(
+        self, weights: Iterator[tuple[str, Tensor]], sent: Manifest
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Pass the weights on, in any order, having looked at each; called before each load.
+
+        May refuse `sent`, what the engine is to hold, by raising at once: nothing was sent then.
+        """
+
+
 class Sync:
     """Keeps one rollout engine at the optimizer's served weights, and knows that it is.
 
@@ -58,6 +72,10 @@ class Sync:
     Args:
         optimizer: bound to the model that is served.
         engine: see `Engine`.
+        send: the export of a framework that sends the weights itself. Called on every rank with
+            what the engine is to hold, in place of the engine's `load`; the engine is only asked,
+            and need not know its version. Proved are the managed parameters: a framework may leave
+            out frozen ones, or cast them.
         sparse: send what changed, to a `SparseEngine`; the first sync, and one after an error, is
             whole. Keeps a copy of the served weights. With dither "fresh" or "sync" up to a third
             of the words change; "held" keeps them as few as round-to-nearest does.
@@ -72,6 +90,7 @@ class Sync:
         optimizer: FairCastOptimizer,
         engine: Engine | None,
         *,
+        send: Callable[[Manifest], None] | None = None,
         sparse: bool = False,
         recheck: bool = True,
         bucket_bytes: int | None = None,
@@ -86,12 +105,15 @@ class Sync:
             raise TypeError(
                 f"sparse: {type(engine).__name__} has no load_patches(); use sparse=False."
             )
+        if sparse and send is not None:
+            raise ValueError("sparse: `send` decides what is sent; use sparse=False.")
         if wait_s < 0:
             raise ValueError(f"wait_s: {wait_s} is negative; give seconds, 0 not to wait.")
-        self.optimizer, self.engine = optimizer, engine
+        self.optimizer, self.engine, self.send = optimizer, engine, send
         self.sparse, self.recheck = sparse, recheck
         self.bucket_bytes, self.wait_s = bucket_bytes, wait_s
         self._proved: Manifest | None = None
+        self._told: int | None = None  # the last version that `send` sent to the end
         self._baseline: Baseline | None = None
 
     @property
@@ -106,7 +128,7 @@ class Sync:
         then `version` is None, and the next call sends everything again.
         """
         self.optimizer.publish(redraw=True)
-        items = list_items(self.optimizer.model, (self.optimizer,), "served")
+        items = self._items("served")
         groups = list(dict.fromkeys(g for i in items for g in i.groups))
         now = served_manifest(self.optimizer.served_version, items)
         before, self._proved = self._proved, None  # until the engine has answered
@@ -117,6 +139,10 @@ class Sync:
         self._proved = now
         return now
 
+    def _items(self, which: str) -> list[Item]:
+        model, own = self.optimizer.model, (self.optimizer,)
+        return list_items(model, own, which, managed_only=self.send is not None)
+
     # ---- The three parts of a sync, on the rank that has the engine
 
     def _still_holds(self, before: Manifest, now: Manifest) -> SyncError | None:
@@ -125,11 +151,16 @@ class Sync:
         return diagnosis.find_write(before, self._ask(), now)
 
     def _send(self, items: list[Item], now: Manifest, before: Manifest | None) -> SyncError | None:
-        weights = stream(items, (self.optimizer,), bucket_bytes=self.bucket_bytes)
+        weights: NamedTensors = iter(())
+        if self.send is None:
+            weights = stream(items, (self.optimizer,), bucket_bytes=self.bucket_bytes)
         error = None
         try:
-            if self.engine is not None:
-                self._load(self.engine, weights, now.version or 0, whole=before is None)
+            if self.send is not None:
+                self.send(now)
+                self._told = now.version
+            elif self.engine is not None:
+                self._load(self.engine, weights, now, whole=before is None)
         except Exception as e:
             error = self._failure(e, now, before)
             error.__cause__ = e
@@ -137,8 +168,11 @@ class Sync:
             pass
         return error
 
-    def _load(self, engine: Engine, weights: Iterator[tuple[str, Tensor]], version: int,
+    def _load(self, engine: Engine, weights: Iterator[tuple[str, Tensor]], now: Manifest,
               whole: bool) -> None:  # fmt: skip
+        version = now.version or 0
+        if isinstance(engine, WatchingEngine):
+            weights = engine.watch(weights, now)
         if not self.sparse:
             engine.load(weights, version)
         elif whole or self._baseline is None:
@@ -164,7 +198,8 @@ class Sync:
     def _ask(self) -> Manifest:
         assert self.engine is not None
         try:
-            return self.engine.held()
+            held = self.engine.held()
+            return held if self.send is None else Manifest(self._told, held.parameters)
         except TimeoutError as e:
             raise SyncError("late", f"the engine did not say in time what it holds: {e}") from e
 
@@ -172,6 +207,8 @@ class Sync:
         """What an exception in the middle of a load left in the engine."""
         if isinstance(e, TimeoutError):
             return SyncError("late", f"the engine did not take version {now.version} in time: {e}")
+        if self.engine is None:
+            return SyncError("failed", f"this rank failed to send version {now.version}: {e!r}.")
         text = f"the engine failed while it loaded version {now.version}: {type(e).__name__}: {e}."
         try:
             held = self._ask()
@@ -198,8 +235,7 @@ class Sync:
             error.__cause__ = e
         if not anywhere(error is not None, groups):
             return
-        masters = list_items(self.optimizer.model, (self.optimizer,), "master")
-        found = diagnosis.suspects(items, masters)  # collective as well
+        found = diagnosis.suspects(items, self._items("master"))  # collective as well
         if error is None:
             raise SyncError("elsewhere", "the sync failed on the rank that has the engine.")
         raise diagnosis.explain(error, found) from error.__cause__

@@ -25,8 +25,8 @@ class SyncError(RuntimeError):
     """The engine does not hold what it was sent.
 
     Attributes:
-        problem: "dropped", "late", "failed", "truncated", "missing", "recast", "stale", "bits",
-            "views", "changed", or "elsewhere" on a rank whose peer has the error.
+        problem: "dropped", "late", "failed", "refused", "truncated", "missing", "recast", "stale",
+            "bits", "views", "changed", or "elsewhere" on a rank whose peer has the error.
         parameters: the names it concerns.
         held: the engine's manifest, if it answered.
     """

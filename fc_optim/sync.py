@@ -161,6 +161,8 @@ class Sync:
                 self._told = now.version
             elif self.engine is not None:
                 self._load(self.engine, weights, now, whole=before is None)
+        except SyncError as e:
+            error = e
         except Exception as e:
             error = self._failure(e, now, before)
             error.__cause__ = e
@@ -172,7 +174,11 @@ class Sync:
               whole: bool) -> None:  # fmt: skip
         version = now.version or 0
         if isinstance(engine, WatchingEngine):
-            weights = engine.watch(weights, now)
+            try:
+                weights = engine.watch(weights, now)
+            except Exception as e:
+                text = f"the engine cannot take version {version}, nothing was sent: {e}"
+                raise SyncError("refused", text) from e
         if not self.sparse:
             engine.load(weights, version)
         elif whole or self._baseline is None:
@@ -209,7 +215,10 @@ class Sync:
             return SyncError("late", f"the engine did not take version {now.version} in time: {e}")
         if self.engine is None:
             return SyncError("failed", f"this rank failed to send version {now.version}: {e!r}.")
-        text = f"the engine failed while it loaded version {now.version}: {type(e).__name__}: {e}."
+        why = str(e).removesuffix(".")
+        text = (
+            f"the engine failed while it loaded version {now.version}: {type(e).__name__}: {why}."
+        )
         try:
             held = self._ask()
         except Exception as second:

@@ -2,10 +2,10 @@
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from accelerate.utils import is_peft_model
+from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _TESTED = "1.16.0"
 _MERGED = (
-    "TRL merges the adapter into the base weights before it sends them, and vLLM rounds W + s*BA to "
+    "TRL merges the adapter into the base weights before it sends them, and W + s*BA is rounded to "
     "nearest: no engine holds what the optimizer serves."
 )
 
@@ -45,20 +45,21 @@ def register(trainer: Trainer, *, verify: bool = True) -> FairCastOptimizer:
 
     What is wrapped, on this trainer's objects only: `trainer.vllm_generation.sync_weights` (GRPO,
     RLOO and others, colocated or server) or `trainer._sync_weight_merged` and `_sync_weight_lora`
-    (AsyncGRPO). It does nothing if a later TRL syncs by another way, but raises if the method is not
-    there. Callbacks go to the front of `trainer.callback_handler.callbacks`, since AsyncGRPO sends
-    its first weights in one.
+    (AsyncGRPO). It raises if the method is not there; should a later TRL keep it and yet sync by
+    another, nothing is redrawn or proved. Callbacks go to the front of
+    `trainer.callback_handler.callbacks`, since AsyncGRPO sends its first weights in one.
 
     Args:
         trainer: with a FairCastOptimizer, or with the means to create one, which is done here.
         verify: after each sync compare all managed weights that vLLM holds with those served, bit
             for bit, and raise SyncError if they differ. Costs a digest of the weights on both
-            sides, twice per sync, as something else could have written in between. For a colocated
-            vLLM in one piece, and for AsyncGRPO with `WeightTransfer`.
+            sides, twice per sync, as something else could have written in between; with a server,
+            a sha256 and, where they are sharded, one more gather. Needs a vLLM in one piece, not
+            quantised, without adapters. `WeightTransfer` always verifies.
 
-    Returns the optimizer, bound to the model. Raises TypeError for another optimizer, ValueError for
-    fp16 or a merged adapter that is to be verified, NotImplementedError under DeepSpeed and FSDP1
-    or if the engine cannot be verified, RuntimeError if this TRL has no such methods.
+    Returns the optimizer, bound to the model. Raises TypeError for another optimizer, ValueError
+    for fp16 or a merged adapter that is to be verified, NotImplementedError under DeepSpeed and
+    FSDP1 or if the engine cannot be asked, RuntimeError if this TRL has no such methods.
     """
     _refuse(trainer)
     optimizer = _optimizer_of(trainer)
@@ -89,8 +90,12 @@ class WeightTransfer:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.sent: Manifest | None = None  # what the engine is to hold: set before each sync
         self.registered = False
+        self._sent: Manifest | None = None
+
+    def expect(self, sent: Manifest) -> None:
+        """Learn what the engine is to hold after the sync that comes; `register` calls it."""
+        self._sent = sent
 
     def init_weight_transfer(self) -> None:
         """Called by TRL when training begins."""
@@ -102,12 +107,12 @@ class WeightTransfer:
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         """Send what TRL gathers; a managed fp32 parameter goes as the bf16 values that it holds."""
-        assert self.sent is not None and self.sent.version is not None
-        managed = self.sent.parameters
+        assert self._sent is not None and self._sent.version is not None
+        managed = self._sent.parameters
         weights = ((name, t.bfloat16() if name in managed else t) for name, t in iterator)
         if isinstance(self.engine, WatchingEngine):
-            weights = self.engine.watch(weights, self.sent)
-        self.engine.load(weights, self.sent.version)
+            weights = self.engine.watch(weights, self._sent)
+        self.engine.load(weights, self._sent.version)
         for _ in iterator:  # other processes gather to the end
             pass
 
@@ -177,11 +182,13 @@ class _Begin(TrainerCallback):
 
 def _wrap(trainer: Any, optimizer: FairCastOptimizer, verify: bool) -> None:
     """Put the redraw before, and the proof after, the method by which this trainer syncs."""
-    transfer = getattr(trainer, "weight_transfer", None)
-    ours = isinstance(transfer, WeightTransfer)
+    transfer: Any = getattr(trainer, "weight_transfer", None)
+    ours = False
     if hasattr(trainer, "weight_transfer"):
+        # TRL keeps it on the main process alone.
+        (ours,) = broadcast_object_list([isinstance(transfer, WeightTransfer)])
         if trainer._lora_sync:  # adapters are sent as they are; vLLM keeps them stacked
-            _around(trainer, "_sync_weight_lora", optimizer, None)
+            _around(trainer, "_sync_weight_lora", optimizer)
             return
         owner, method = trainer, "_sync_weight_merged"
     elif getattr(trainer, "use_vllm", False):
@@ -192,32 +199,32 @@ def _wrap(trainer: Any, optimizer: FairCastOptimizer, verify: bool) -> None:
         if verify or ours:
             raise ValueError(f"verify: True cannot be with a merged adapter. {_MERGED} Pass False.")
         logger.warning(_MERGED)
-    sync = None
-    if verify or ours:
-        # An engine that sleeps between syncs has dropped its weights, which is no foreign write.
-        recheck = not getattr(owner, "enable_sleep_mode", False)
-        sync = Sync(optimizer, _engine_of(trainer, optimizer), recheck=recheck)
-    _around(owner, method, optimizer, sync, transfer if ours else None)
-    if ours:
+    if not (verify or ours):
+        _around(owner, method, optimizer)
+    elif ours and transfer is None:
+        _around(owner, method, optimizer, Sync(optimizer, None))
+    elif ours:
+        _around(owner, method, optimizer, Sync(optimizer, transfer.engine), transfer.expect)
         transfer.registered = True
+    elif _has_server(trainer):
+        server = _server_of(trainer)
+        show = functools.partial(_show, optimizer, server)
+        _around(owner, method, optimizer, Sync(optimizer, server), show)
+    else:
+        # An engine that sleeps between syncs has dropped its weights, which is no foreign write.
+        engine = _Colocated(owner, optimizer)
+        _around(owner, method, optimizer, Sync(optimizer, engine, recheck=not engine.sleeps))
 
 
 def _around(
     owner: Any,
     method: str,
     optimizer: FairCastOptimizer,
-    sync: Sync | None,
-    transfer: WeightTransfer | None = None,
+    sync: Sync | None = None,
+    before: Callable[[Manifest], None] = lambda sent: None,
 ) -> None:
-    """Wrap one method of one object. Without `sync` it only redraws."""
-    original = getattr(owner, method, None)
-    if not callable(original):
-        import trl
-
-        raise RuntimeError(
-            f"trainer: {type(owner).__name__} has no {method}() in trl {trl.__version__}; tested is "
-            f"trl {_TESTED}. Call optimizer.publish(redraw=True) before each sync yourself."
-        )
+    """Wrap one method of one object: redraw, `before`, the method, the proof of `sync`."""
+    original = _method(owner, method)
     if method in vars(owner):
         raise RuntimeError("trainer: it was registered already.")
 
@@ -228,9 +235,8 @@ def _around(
             return original(*args, **kwargs)
         results: list[Any] = []
 
-        def send(now: Manifest) -> None:
-            if transfer is not None:
-                transfer.sent = now
+        def send(sent: Manifest) -> None:
+            before(sent)
             results.append(original(*args, **kwargs))
 
         sync.send = send
@@ -240,41 +246,74 @@ def _around(
     vars(owner)[method] = synced
 
 
+def _method(owner: Any, method: str) -> Callable[..., Any]:
+    found = getattr(owner, method, None)
+    if not callable(found):
+        import trl
+
+        raise RuntimeError(
+            f"trainer: {type(owner).__name__} has no {method}() in trl {trl.__version__}; tested "
+            f"is {_TESTED}. Call optimizer.publish(redraw=True) before each sync yourself."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+# ---- What vLLM holds
+
+
 class _Colocated:
     """The vLLM in this process, which TRL itself loads: an Engine that is only asked."""
 
-    def __init__(self, llm: Any, optimizer: FairCastOptimizer):
+    def __init__(self, generation: Any, optimizer: FairCastOptimizer):
         from fc_optim.integrations import vllm_worker
 
-        self.llm, self.optimizer, self.read = llm, optimizer, vllm_worker.entries
+        if generation.tensor_parallel_size > 1:
+            raise NotImplementedError(
+                f"verify: vllm_tensor_parallel_size={generation.tensor_parallel_size}: no process "
+                "holds whole weights to compare; pass verify=False."
+            )
+        self.sleeps = bool(generation.enable_sleep_mode)
+        self._llm, self._optimizer, self._read = generation.llm, optimizer, vllm_worker.entries
 
     def load(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError("TRL sends the weights.")
 
     def held(self) -> Manifest:
-        items = list_items(self.optimizer.model, (self.optimizer,), "served")
+        """Read from the memory that it computes with; all names, since fused parts need others."""
+        items = list_items(self._optimizer.model, (self._optimizer,), "served")
         rows = {i.name: i.piece.shape[0] for i in items}
-        (found,) = self.llm.collective_rpc(self.read, args=(rows,))
+        (found,) = self._llm.collective_rpc(self._read, args=(rows,))
         return Manifest(None, found)
 
 
-def _engine_of(trainer: Any, optimizer: FairCastOptimizer) -> Engine | None:
-    """The engine to ask what it holds; None on processes that have none."""
+def _has_server(trainer: Any) -> bool:
+    """Whether TRL sends to a server by NCCL."""
+    if not hasattr(trainer, "weight_transfer"):
+        return bool(trainer.vllm_generation.mode == "server")
+    transfer = trainer.weight_transfer
+    if transfer is None or type(transfer).__module__.startswith("trl."):
+        return True
+    raise NotImplementedError(
+        f"verify: what {type(transfer).__name__} sends to cannot be asked. Send by "
+        "fc_optim.integrations.trl.WeightTransfer(engine), or pass verify=False."
+    )
+
+
+def _server_of(trainer: Any) -> Any:
+    """The server to ask what it holds; None on processes other than the main one."""
+    if not trainer.accelerator.is_main_process:
+        return None
+    from fc_optim.integrations.vllm import ServerEngine
+
     if hasattr(trainer, "weight_transfer"):
-        transfer = trainer.weight_transfer
-        if transfer is None:
-            return None
-        if isinstance(transfer, WeightTransfer):
-            return transfer.engine
-        raise NotImplementedError(
-            f"verify: what {type(transfer).__name__} sends to cannot be asked. Send by "
-            "fc_optim.integrations.trl.WeightTransfer(engine), or pass verify=False."
-        )
-    generation = trainer.vllm_generation
-    if generation.mode != "colocate" or generation.tensor_parallel_size > 1:
-        raise NotImplementedError(
-            f"verify: with vllm_mode={generation.mode!r} and vllm_tensor_parallel_size="
-            f"{generation.tensor_parallel_size} no process has whole weights of vLLM's to compare; "
-            "pass verify=False."
-        )
-    return _Colocated(generation.llm, optimizer)
+        url = trainer.vllm_client.server_url
+    else:
+        url = trainer.vllm_generation.vllm_client.base_url
+    return ServerEngine(url, transfer=lambda client, source: None)  # type: ignore[arg-type, return-value]
+
+
+def _show(optimizer: FairCastOptimizer, server: Any, sent: Manifest) -> None:
+    """Let `server` hash the weights that TRL is about to send. Every process gathers them."""
+    weights = optimizer.served_params(managed_only=True)
+    for _ in weights if server is None else server.watch(weights, sent):
+        pass

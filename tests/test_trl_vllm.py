@@ -5,13 +5,20 @@ the tests read it. A small Qwen2 is made here. Not run: TRL's server mode and As
 transfer, whose client wants a CUDA device; AsyncGRPO's own attention kernel.
 """
 
+import contextlib
 import functools
 import json
 import os
+import socket
+import subprocess
+import sys
+import time
 import traceback
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,7 +127,7 @@ class Watch:
         return {
             "syncs": len(self.held),
             "equal": self.equal,
-            "captured": float(metrics.captured(masters, last, start)),
+            "captured": float(metrics.captured(last, masters, start)),
             "changed": float((last != before).float().mean()),
             "logprob_max": max(self.logprob_errors),
             "logprob_mean": sum(self.logprob_errors) / len(self.logprob_errors),
@@ -136,17 +143,18 @@ def flat(named: dict[str, Tensor]) -> Tensor:
     return torch.cat([named[n].float().flatten() for n in sorted(named)])
 
 
+def named(model: Any) -> Any:
+    return model.named_parameters()
+
+
 def rtn(bench: Bench) -> dict[str, Any]:
+    """What people run: torch's AdamW on fp32 weights, rounded to nearest by vLLM's loader."""
     model = bench.load("fp32")
     opt = torch.optim.AdamW(model.parameters(), lr=LR)
     trainer = bench.trainer(model, "rtn", optimizers=(opt, None))
     watch = Watch(bench, trainer, lambda: {n: p.detach().clone() for n, p in named(model)})
     trainer.train()
     return watch.report()
-
-
-def named(model: Any) -> Any:
-    return model.named_parameters()
 
 
 def fair_cast(bench: Bench, dtype: str, dither: str) -> dict[str, Any]:
@@ -284,7 +292,7 @@ def async_grpo(bench: Bench, dtype: str, dither: str) -> dict[str, Any]:
     from fc_optim.integrations.trl import WeightTransfer, register
     from fc_optim.integrations.vllm import OfflineEngine
 
-    equal = []
+    equal: list[bool] = []
 
     def generate(prompt: list[int], n: int) -> Any:
         held, model = bench.held(), dict(named(trainer.model))
@@ -295,7 +303,7 @@ def async_grpo(bench: Bench, dtype: str, dither: str) -> dict[str, Any]:
         return tokens, [[p[t].logprob for p, t in zip(o.logprobs, o.token_ids, strict=True)]
                         for o in answer.outputs]  # fmt: skip
 
-    worker = trl_runs.Worker(generate, [[5, 6, 7], [9, 8, 7]], 4)
+    worker: Any = trl_runs.Worker(generate, [[5, 6, 7], [9, 8, 7]], 4)
     args = AsyncGRPOConfig(
         str(bench.out / "async"), max_steps=4, per_device_train_batch_size=8, token_budget=0,
         dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype], use_cpu=True, report_to="none",
@@ -327,6 +335,94 @@ def async_grpo(bench: Bench, dtype: str, dither: str) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def server(folder: Path, out: Path) -> Iterator[str]:
+    """A real vLLM server on a CPU, with our weight transfer as its plugin."""
+    installed = out / "site/fc_optim-0.dist-info"  # an entry point, as pip would make it
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: fc_optim\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nfc_optim = fc_optim.integrations.vllm_plugin:register\n"
+    )
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    paths = [str(installed.parent), str(Path(fc_optim.__file__).parents[1])]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE",
+           "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING")}  # fmt: skip
+    env |= {"PYTHONPATH": ":".join(paths), "FC_OPTIM_VLLM_PLAIN": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--port", port, "--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "8"]
+    command += ["--weight-transfer-config", '{"backend": "fc_optim"}', "--host", "127.0.0.1"]
+    command += ["--logprobs-mode", "processed_logprobs"]
+    with (out / "server.log").open("w") as log:
+        running = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(f"{url}/health")
+                break
+            except OSError:
+                if running.poll() is not None:
+                    raise RuntimeError((out / "server.log").read_text()[-3000:]) from None
+                time.sleep(1)
+        yield url
+    finally:
+        running.terminate()
+        running.wait()
+
+
+def served_by_http(bench: Bench) -> dict[str, Any]:
+    """TRL's server mode. Its two methods that need NCCL send through files instead."""
+    from trl.generation.vllm_client import VLLMClient
+
+    from fc_optim.integrations.trl import register
+    from fc_optim.integrations.vllm_transfer import FileTransfer, FileTransferInit, Routes
+
+    lost: dict[str, Tensor] = {}
+
+    def update_named_params(self: Any, metadata: Any, named_params: Any) -> None:
+        routes = Routes(self.base_url, 60.0)
+        routes.version = "unknown"
+        weights: Any = [(n, lost.get(n, t)) for n, t in named_params]
+        init = FileTransferInit(rank=0)
+        FileTransfer.trainer_init(init, client=routes, source=weights).send_weights()
+
+    model = bench.load("fp32")
+    opt = FairCastAdamW(model.named_parameters(), lr=LR, dither="sync")
+    found: dict[str, Any] = {}
+    with server(bench.folder, bench.out) as url:
+
+        def make() -> Any:
+            return trl_runs.trainer_for(
+                "GRPO", model, bench.folder, bench.out / "http", optimizers=(opt, None),
+                max_steps=4, learning_rate=LR, use_vllm=True, vllm_mode="server",
+                vllm_server_base_url=url,
+            )  # fmt: skip
+
+        try:
+            make()
+        except NotImplementedError as e:
+            found["on a CPU"] = str(e)
+        changes = {"init_communicator": lambda self, device: None}
+        with mock.patch.multiple(VLLMClient, update_named_params=update_named_params, **changes):
+            trainer = make()
+            register(trainer)
+            trainer.train()
+            rows = [row for row in trainer.state.log_history if "loss" in row]
+            found["visible"] = max(row["sampling/sampling_logp_difference/max"] for row in rows)
+            found["version"] = opt.served_version
+            name = "model.embed_tokens.weight"
+            trainer.vllm_generation.sync_weights()
+            lost[name] = model.get_parameter(name).detach().clone()
+            try:
+                trainer.vllm_generation.sync_weights()  # which redraws
+            except fc_optim.SyncError as e:
+                found["problem"] = [e.problem, *e.parameters]
+    return found
+
+
 def arms() -> dict[str, Callable[[Bench], dict[str, Any]]]:
     found: dict[str, Callable[[Bench], dict[str, Any]]] = {"rtn": rtn}
     for dtype in DTYPES:
@@ -338,7 +434,7 @@ def arms() -> dict[str, Callable[[Bench], dict[str, Any]]]:
         found[f"lora-{dtype}"] = functools.partial(lora, dtype=dtype)
     found["resumed-fp32"] = functools.partial(resumed, dtype="fp32", dither="fresh")
     found["resumed-bf16"] = functools.partial(resumed, dtype="bf16", dither="sync")
-    return found | {"broken": broken}
+    return found | {"broken": broken, "server": served_by_http}
 
 
 def process(rank: int, folder: Path, out: Path, only: str | None = None) -> None:
@@ -348,8 +444,9 @@ def process(rank: int, folder: Path, out: Path, only: str | None = None) -> None
     )  # fmt: skip
     os.environ.pop("TRITON_INTERPRET", None)  # vLLM cannot rebind interpreted kernels
     torch.set_num_threads(1)
-    from fc_optim.integrations.vllm import keep_plain_weights
     from trl.trainer.utils import ensure_master_addr_port
+
+    from fc_optim.integrations.vllm import keep_plain_weights
 
     keep_plain_weights()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # as TRL does
@@ -375,3 +472,81 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     mp.spawn(process, (folder, out), nprocs=1)
     found: dict[str, Any] = json.loads((out / "results.json").read_text())
     return found
+
+
+def ran(results: dict[str, Any], arm: str) -> dict[str, Any]:
+    found: dict[str, Any] = results[arm]
+    assert "error" not in found, found["error"]
+    print(arm, found)
+    return found
+
+
+@pytest.mark.parametrize("dither", DITHERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_engine_holds_what_the_trainer_serves_at_every_sync(dtype, dither, results):
+    found = ran(results, f"{dtype}-{dither}")
+    assert found["equal"] == [True] * STEPS
+    assert 0.9 < found["captured"] < 1.1
+    per_step = 2 if dither == "sync" else 1  # the step and the redraw before the sync
+    assert found["logged"] == [per_step * (i + 1) for i in range(STEPS)]
+    assert found["changed"] < 0.03 if dither == "held" else 0.05 < found["changed"] < 0.3
+
+
+@pytest.mark.parametrize("arm", ["rtn", *(f"{t}-{d}" for t in DTYPES for d in DITHERS)])
+def test_log_probs_of_engine_and_trainer_agree(arm, results):
+    """Both compute in bf16, by other kernels; a log-prob is about -4.8."""
+    found = ran(results, arm)
+    assert found["logprob_mean"] < 2e-3
+    assert found["logprob_max"] < 2e-2
+    if arm != "rtn":
+        assert found["visible"] == pytest.approx(found["logprob_max"], abs=5e-3)  # TRL's own
+
+
+def test_round_to_nearest_lags(results):
+    found = ran(results, "rtn")
+    assert found["equal"] == [True] + [False] * (STEPS - 1)
+    assert found["captured"] < 0.5
+    assert found["changed"] < 0.03
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_resumed_run_equals_the_uninterrupted_one(dtype, results):
+    found = ran(results, f"resumed-{dtype}")
+    assert found["syncs"] == [8, 4] and all(found["equal"])
+    assert found["kinds"] == ["exp_avg", "exp_avg_sq", "master", "param_id", "step"]
+    assert found["weights"] and found["state"] and found["groups"] and found["held"]
+
+
+def test_an_engine_that_holds_something_else_stops_the_run(results):
+    found = ran(results, "broken")
+    problem, text, step = found["lost"]
+    assert (problem, step) == ("stale", "2") and "model.norm.weight" in text
+    problem, text, step = found["written"]
+    assert (problem, step) == ("changed", "1") and "something else writes into it" in text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_trl_rounds_merged_adapters_to_nearest_and_moves_the_base(dtype, results):
+    found = ran(results, f"lora-{dtype}")
+    assert found["refused"].startswith("verify: True cannot be with a merged adapter.")
+    assert found["managed"] and found["checked"]
+    assert found["adapters"] == ["torch.float32"]  # PEFT's default, also on a bf16 model
+    assert found["nearest"] > 0.95
+    assert 0 < found["drifted"] < 0.5 and not found["elsewhere"]  # unmerging restores no bits
+
+
+@pytest.mark.parametrize("dither", DITHERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_async_grpo_serves_through_the_weight_transfer(dtype, dither, results):
+    found = ran(results, f"async-{dtype}-{dither}")
+    assert len(found["equal"]) == 12 and all(found["equal"])
+    served = 9 if dither == "sync" else 4
+    assert found["versions"] == [5, served, served] and found["digest"]
+    assert "call fc_optim.integrations.trl.register(trainer)" in found["unregistered"]
+
+
+def test_server_mode_but_for_nccl(results):
+    found = ran(results, "server")
+    assert "NCCL weight-transfer engine, which needs a CUDA device" in found["on a CPU"]
+    assert found["version"] == 8 and found["visible"] < 2e-2
+    assert found["problem"] == ["stale", "model.embed_tokens.weight"]

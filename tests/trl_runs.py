@@ -31,7 +31,8 @@ def save_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
+    model: Any = Qwen2ForCausalLM(config)
+    model.to(dtype).save_pretrained(folder)
 
 
 def load(folder: Path, dtype: torch.dtype) -> Any:
@@ -102,7 +103,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor,
     *longest: int, softmax_scale: float | None = None, causal: bool = True, window_size: Any = None,
 ) -> Tensor:  # fmt: skip
-    """`flash_attn_varlen_func` on a CPU: causal from the last query on, each sequence for itself."""
+    """`flash_attn_varlen_func` on a CPU: causal, aligned at the ends, each sequence for itself."""
     assert causal and window_size == (-1, -1)
     groups = query.shape[1] // key.shape[1]
     out = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fc_optim.integrations.transformers import FairCastCallback, unwrap
-from fc_optim.manifests import Manifest
+from fc_optim.manifests import Manifest, entry
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.registry import check_dtype
 from fc_optim.serving import list_items
@@ -19,6 +19,7 @@ from fc_optim.sync import Engine, Sync, WatchingEngine
 logger = logging.getLogger(__name__)
 
 _TESTED = "1.16.0"
+_TIMEOUT_S = 600.0  # for the checksums of a server
 _MERGED = (
     "TRL merges the adapter into the base weights before it sends them, and W + s*BA is rounded to "
     "nearest: no engine holds what the optimizer serves."
@@ -63,10 +64,11 @@ def register(trainer: Trainer, *, verify: bool = True) -> FairCastOptimizer:
     """
     _refuse(trainer)
     optimizer = _optimizer_of(trainer)
-    for entry in optimizer.managed():
-        check_dtype(entry.param, entry.slot.name)
+    for managed in optimizer.managed():
+        check_dtype(managed.param, managed.slot.name)
+    model: Any = trainer.model
     if not trainer.is_fsdp_enabled:  # else its parameters are still to be sharded
-        optimizer.bind(trainer.model)
+        optimizer.bind(model)
     _wrap(trainer, optimizer, verify)
     callbacks = trainer.callback_handler.callbacks
     figures = [c for c in callbacks if isinstance(c, FairCastCallback)]
@@ -109,7 +111,9 @@ class WeightTransfer:
         """Send what TRL gathers; a managed fp32 parameter goes as the bf16 values that it holds."""
         assert self._sent is not None and self._sent.version is not None
         managed = self._sent.parameters
-        weights = ((name, t.bfloat16() if name in managed else t) for name, t in iterator)
+        weights: Iterator[tuple[str, Tensor]] = (
+            (name, t.bfloat16() if name in managed else t) for name, t in iterator
+        )
         if isinstance(self.engine, WatchingEngine):
             weights = self.engine.watch(weights, self._sent)
         self.engine.load(weights, self._sent.version)
@@ -207,13 +211,14 @@ def _wrap(trainer: Any, optimizer: FairCastOptimizer, verify: bool) -> None:
         _around(owner, method, optimizer, Sync(optimizer, transfer.engine), transfer.expect)
         transfer.registered = True
     elif _has_server(trainer):
-        server = _server_of(trainer)
-        show = functools.partial(_show, optimizer, server)
-        _around(owner, method, optimizer, Sync(optimizer, server), show)
+        server = _Server(trainer, optimizer)
+        sync = Sync(optimizer, server if trainer.accelerator.is_main_process else None)
+        _around(owner, method, optimizer, sync, server.expect)
     else:
+        engine, expect = _colocated(owner, optimizer)
         # An engine that sleeps between syncs has dropped its weights, which is no foreign write.
-        engine = _Colocated(owner, optimizer)
-        _around(owner, method, optimizer, Sync(optimizer, engine, recheck=not engine.sleeps))
+        sync = Sync(optimizer, engine, recheck=not owner.enable_sleep_mode)
+        _around(owner, method, optimizer, sync, expect)
 
 
 def _around(
@@ -252,8 +257,8 @@ def _method(owner: Any, method: str) -> Callable[..., Any]:
         import trl
 
         raise RuntimeError(
-            f"trainer: {type(owner).__name__} has no {method}() in trl {trl.__version__}; tested "
-            f"is {_TESTED}. Call optimizer.publish(redraw=True) before each sync yourself."
+            f"trainer: trl {trl.__version__} has no {method}() to wrap; tested is {_TESTED}. "
+            "Call optimizer.publish(redraw=True) before each sync yourself."
         )
     return found  # type: ignore[no-any-return]
 
@@ -261,29 +266,25 @@ def _method(owner: Any, method: str) -> Callable[..., Any]:
 # ---- What vLLM holds
 
 
-class _Colocated:
-    """The vLLM in this process, which TRL itself loads: an Engine that is only asked."""
+def _colocated(
+    generation: Any, optimizer: FairCastOptimizer
+) -> tuple[Engine, Callable[[Manifest], None]]:
+    """The vLLM in this process, which TRL itself loads, and a function that tells it the names."""
+    if generation.tensor_parallel_size > 1:
+        raise NotImplementedError(
+            f"verify: vllm_tensor_parallel_size={generation.tensor_parallel_size}: no process "
+            "holds whole weights to compare; pass verify=False."
+        )
+    from fc_optim.integrations.vllm import OfflineEngine
 
-    def __init__(self, generation: Any, optimizer: FairCastOptimizer):
-        from fc_optim.integrations import vllm_worker
+    engine = OfflineEngine(generation.llm)
 
-        if generation.tensor_parallel_size > 1:
-            raise NotImplementedError(
-                f"verify: vllm_tensor_parallel_size={generation.tensor_parallel_size}: no process "
-                "holds whole weights to compare; pass verify=False."
-            )
-        self.sleeps = bool(generation.enable_sleep_mode)
-        self._llm, self._optimizer, self._read = generation.llm, optimizer, vllm_worker.entries
+    def expect(sent: Manifest) -> None:
+        items = list_items(optimizer.model, (optimizer,), "served")  # frozen ones fuse with others
+        every = {i.name: entry(i.dtype, i.piece.shape, None) for i in items}
+        engine.watch(iter(()), Manifest(sent.version, every))
 
-    def load(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        raise NotImplementedError("TRL sends the weights.")
-
-    def held(self) -> Manifest:
-        """Read from the memory that it computes with; all names, since fused parts need others."""
-        items = list_items(self._optimizer.model, (self._optimizer,), "served")
-        rows = {i.name: i.piece.shape[0] for i in items}
-        (found,) = self._llm.collective_rpc(self._read, args=(rows,))
-        return Manifest(None, found)
+    return engine, expect
 
 
 def _has_server(trainer: Any) -> bool:
@@ -299,21 +300,42 @@ def _has_server(trainer: Any) -> bool:
     )
 
 
-def _server_of(trainer: Any) -> Any:
-    """The server to ask what it holds; None on processes other than the main one."""
-    if not trainer.accelerator.is_main_process:
-        return None
-    from fc_optim.integrations.vllm import ServerEngine
+class _Server:
+    """A server to which TRL sends: an Engine that is asked, by the main process, for checksums."""
 
-    if hasattr(trainer, "weight_transfer"):
-        url = trainer.vllm_client.server_url
-    else:
-        url = trainer.vllm_generation.vllm_client.base_url
-    return ServerEngine(url, transfer=lambda client, source: None)  # type: ignore[arg-type, return-value]
+    def __init__(self, trainer: Any, optimizer: FairCastOptimizer):
+        self._optimizer, self._main = optimizer, trainer.accelerator.is_main_process
+        if not self._main:
+            return
+        from fc_optim.integrations import vllm, vllm_layout
 
+        if hasattr(trainer, "weight_transfer"):
+            url = trainer.vllm_client.server_url
+        else:
+            url = trainer.vllm_generation.vllm_client.base_url
+        self._routes, self._format = vllm.Routes(url, _TIMEOUT_S), vllm_layout
+        self._ledger = vllm_layout.Ledger()
 
-def _show(optimizer: FairCastOptimizer, server: Any, sent: Manifest) -> None:
-    """Let `server` hash the weights that TRL is about to send. Every process gathers them."""
-    weights = optimizer.served_params(managed_only=True)
-    for _ in weights if server is None else server.watch(weights, sent):
-        pass
+    def expect(self, sent: Manifest) -> None:
+        """Hash the weights that TRL is about to send. Every process gathers them."""
+        weights = self._optimizer.served_params(managed_only=True)
+        if self._main:
+            layout = self._format.Layout(frozenset(self._checksums()))
+            weights = self._ledger.record(layout, weights, sent)
+        for _ in weights:
+            pass
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Never called."""
+        raise NotImplementedError("TRL sends the weights.")
+
+    def held(self) -> Manifest:
+        """What the checksums of its weights say."""
+        checksums = self._checksums()
+        if self._ledger.holds(checksums) == "new":
+            self._ledger.loaded()
+        return Manifest(None, self._ledger.translate(checksums))
+
+    def _checksums(self) -> dict[str, set[str]]:
+        answer = self._routes.post("weight_checker", {"action": "checksum"})
+        return self._format.read_checksums(answer["checksums"])

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,6 +61,9 @@ class Bench:
             distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
         )  # fmt: skip
         return self.llm
+
+    def model(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner.model
 
     def trainer(self, model: Any, out: str, kind: str = "GRPO", **kwargs: Any) -> Any:
         options = {"max_steps": STEPS, "learning_rate": LR, "use_vllm": True, **kwargs}
@@ -113,6 +116,8 @@ class Watch:
         self.moved.append(self.masters())
         answer = self.generate(*args, **kwargs)
         prompts, completions, logprobs, _ = answer
+        if logprobs is None:  # RLOO asks for none
+            return answer
         for prompt, tokens, old in zip(prompts, completions, logprobs, strict=True):
             ids = torch.tensor([[*prompt, *tokens]])
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -129,8 +134,8 @@ class Watch:
             "equal": self.equal,
             "captured": float(metrics.captured(last, masters, start)),
             "changed": float((last != before).float().mean()),
-            "logprob_max": max(self.logprob_errors),
-            "logprob_mean": sum(self.logprob_errors) / len(self.logprob_errors),
+            "logprob_max": max(self.logprob_errors, default=0.0),
+            "logprob_mean": sum(self.logprob_errors) / max(len(self.logprob_errors), 1),
         }
 
 
@@ -157,20 +162,20 @@ def rtn(bench: Bench) -> dict[str, Any]:
     return watch.report()
 
 
-def fair_cast(bench: Bench, dtype: str, dither: str) -> dict[str, Any]:
+def fair_cast(bench: Bench, dtype: str, dither: str, **kwargs: Any) -> dict[str, Any]:
     from fc_optim.integrations.trl import register
 
     model = bench.load(dtype)
     opt = FairCastAdamW(model.named_parameters(), lr=LR, dither=dither, seed=7)
-    trainer = bench.trainer(model, f"{dtype}-{dither}", optimizers=(opt, None))
+    trainer = bench.trainer(model, f"{dtype}-{dither}", optimizers=(opt, None), **kwargs)
     assert register(trainer) is opt
     watch = Watch(bench, trainer, lambda: dict(opt.master_params(copy=True)))
     trainer.train()
     losses = [row for row in trainer.state.log_history if "loss" in row]
+    visible = [row.get("sampling/sampling_logp_difference/max", 0.0) for row in losses]
     return watch.report() | {
-        "version": opt.served_version,
         "logged": [row["served_version"] for row in losses],
-        "visible": max(row["sampling/sampling_logp_difference/max"] for row in losses),
+        "visible": max(visible),
     }
 
 
@@ -210,7 +215,7 @@ def broken(bench: Bench) -> dict[str, Any]:
         opt = FairCastAdamW(model.named_parameters(), lr=1e-4)
         trainer = bench.trainer(model, out, optimizers=(opt, None))
         register(trainer)
-        spoil(trainer, bench.llm.llm_engine.model_executor.driver_worker.model_runner.model)
+        spoil(trainer, bench.model())
         try:
             trainer.train()
         except fc_optim.SyncError as e:
@@ -237,11 +242,9 @@ def broken(bench: Bench) -> dict[str, Any]:
 
         trainer.training_step = training_step
 
-    def late(trainer: Any, engine: Any) -> None:
-        del engine.load_weights  # of `lose`
-        write(trainer, engine)
-
-    return {"lost": run("lost", lose), "written": run("written", late)}
+    found = {"lost": run("lost", lose)}
+    del bench.model().load_weights
+    return found | {"written": run("written", write)}
 
 
 def lora(bench: Bench, dtype: str) -> dict[str, Any]:
@@ -283,10 +286,24 @@ def lora(bench: Bench, dtype: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def async_grpo(bench: Bench, dtype: str, dither: str) -> dict[str, Any]:
-    """The real trainer, with a worker that generates in this process after each of its syncs."""
+def async_trainer(bench: Bench, dtype: str, generate: Callable[..., Any], **kwargs: Any) -> Any:
+    """The real AsyncGRPO, with a worker that generates in this process after each of its syncs."""
     trl_runs.let_async_grpo_run_on_a_cpu(setattr)
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    own = {"weight_transfer": kwargs.pop("weight_transfer", None)}
+    args = AsyncGRPOConfig(
+        str(bench.out / "async"), max_steps=4, per_device_train_batch_size=8, token_budget=0,
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype], use_cpu=True, report_to="none",
+        disable_tqdm=True, save_strategy="no", num_generations=4, **kwargs,
+    )  # fmt: skip
+    worker: Any = trl_runs.Worker(generate, [[5, 6, 7], [9, 8, 7]], 4)
+    return AsyncGRPOTrainer(
+        str(bench.folder), args=args, train_dataset=trl_runs.prompts(), rollout_worker=worker, **own
+    )
+
+
+def async_grpo(bench: Bench, dtype: str, dither: str) -> dict[str, Any]:
     from vllm import SamplingParams
 
     from fc_optim.integrations.trl import WeightTransfer, register
@@ -303,35 +320,24 @@ def async_grpo(bench: Bench, dtype: str, dither: str) -> dict[str, Any]:
         return tokens, [[p[t].logprob for p, t in zip(o.logprobs, o.token_ids, strict=True)]
                         for o in answer.outputs]  # fmt: skip
 
-    worker: Any = trl_runs.Worker(generate, [[5, 6, 7], [9, 8, 7]], 4)
-    args = AsyncGRPOConfig(
-        str(bench.out / "async"), max_steps=4, per_device_train_batch_size=8, token_budget=0,
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype], use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", num_generations=4,
-    )  # fmt: skip
     transfer = WeightTransfer(OfflineEngine(bench.engine()))
-
-    def make() -> Any:
-        return AsyncGRPOTrainer(
-            str(bench.folder), args=args, train_dataset=trl_runs.prompts(), rollout_worker=worker,
-            weight_transfer=transfer,
-        )  # fmt: skip
-
-    trainer = make()
-    trainer.optimizer_cls_and_kwargs = (FairCastAdamW, {"lr": LR, "dither": dither})
-    try:
-        trainer.train()
-    except RuntimeError as e:
-        unregistered = str(e)
-    trainer = make()
-    trainer.optimizer_cls_and_kwargs = (FairCastAdamW, {"lr": LR, "dither": dither})
-    opt = register(trainer)
-    trainer.train()
+    for attempt in ("without register", "with it"):
+        trainer = async_trainer(bench, dtype, generate, weight_transfer=transfer)
+        trainer.optimizer_cls_and_kwargs = (FairCastAdamW, {"lr": LR, "dither": dither})
+        if attempt == "with it":
+            opt = register(trainer)
+            trainer.train()
+            continue
+        try:
+            trainer.train()
+        except RuntimeError as e:
+            unregistered = str(e)
+    held = transfer.engine.held()
     return {
         "equal": equal,
         "unregistered": unregistered,
-        "versions": [trainer.model_version, opt.served_version, transfer.engine.held().version],
-        "digest": transfer.engine.held().digest == opt.served_digest(),
+        "versions": [trainer.model_version, opt.served_version, held.version],
+        "digest": held.digest == opt.served_digest(),
     }
 
 
@@ -373,54 +379,87 @@ def server(folder: Path, out: Path) -> Iterator[str]:
         running.wait()
 
 
+def send_files(url: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """In place of TRL's NCCL broadcast."""
+    from fc_optim.integrations.vllm_transfer import FileTransfer, FileTransferInit, Routes
+
+    routes, source = Routes(url, 60.0), list(weights)
+    routes.version = "unknown"
+    init: Any = FileTransferInit(rank=0)
+    FileTransfer.trainer_init(init, client=routes, source=source).send_weights()  # type: ignore[arg-type]
+
+
 def served_by_http(bench: Bench) -> dict[str, Any]:
-    """TRL's server mode. Its two methods that need NCCL send through files instead."""
+    """TRL's server mode and AsyncGRPO's own transfer, with files in place of NCCL."""
+    found: dict[str, Any] = {}
+    with server(bench.folder, bench.out) as url:
+        found |= grpo_by_http(bench, url)
+        found["async"] = async_by_http(bench, url)
+    return found
+
+
+def grpo_by_http(bench: Bench, url: str) -> dict[str, Any]:
     from trl.generation.vllm_client import VLLMClient
 
     from fc_optim.integrations.trl import register
-    from fc_optim.integrations.vllm_transfer import FileTransfer, FileTransferInit, Routes
 
     lost: dict[str, Tensor] = {}
+    model, name = bench.load("fp32"), "model.embed_tokens.weight"
+    opt = FairCastAdamW(model.named_parameters(), lr=LR, dither="sync")
+    options = {"max_steps": 4, "learning_rate": LR, "use_vllm": True, "optimizers": (opt, None)}
+    options |= {"vllm_mode": "server", "vllm_server_base_url": url}
 
     def update_named_params(self: Any, metadata: Any, named_params: Any) -> None:
-        routes = Routes(self.base_url, 60.0)
-        routes.version = "unknown"
-        weights: Any = [(n, lost.get(n, t)) for n, t in named_params]
-        init = FileTransferInit(rank=0)
-        FileTransfer.trainer_init(init, client=routes, source=weights).send_weights()
+        send_files(self.base_url, ((n, lost.get(n, t)) for n, t in named_params))
 
-    model = bench.load("fp32")
-    opt = FairCastAdamW(model.named_parameters(), lr=LR, dither="sync")
     found: dict[str, Any] = {}
-    with server(bench.folder, bench.out) as url:
-
-        def make() -> Any:
-            return trl_runs.trainer_for(
-                "GRPO", model, bench.folder, bench.out / "http", optimizers=(opt, None),
-                max_steps=4, learning_rate=LR, use_vllm=True, vllm_mode="server",
-                vllm_server_base_url=url,
-            )  # fmt: skip
-
+    try:
+        trl_runs.trainer_for("GRPO", model, bench.folder, bench.out / "http", **options)
+    except NotImplementedError as e:
+        found["on a CPU"] = str(e)
+    with (
+        mock.patch.object(VLLMClient, "init_communicator"),
+        mock.patch.object(VLLMClient, "update_named_params", update_named_params),
+    ):
+        trainer = trl_runs.trainer_for("GRPO", model, bench.folder, bench.out / "http", **options)
+        register(trainer)
+        trainer.train()
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        found["visible"] = max(row["sampling/sampling_logp_difference/max"] for row in rows)
+        found["version"] = opt.served_version
+        trainer.vllm_generation.sync_weights()
+        lost[name] = model.get_parameter(name).detach().clone()
         try:
-            make()
-        except NotImplementedError as e:
-            found["on a CPU"] = str(e)
-        changes = {"init_communicator": lambda self, device: None}
-        with mock.patch.multiple(VLLMClient, update_named_params=update_named_params, **changes):
-            trainer = make()
-            register(trainer)
-            trainer.train()
-            rows = [row for row in trainer.state.log_history if "loss" in row]
-            found["visible"] = max(row["sampling/sampling_logp_difference/max"] for row in rows)
-            found["version"] = opt.served_version
-            name = "model.embed_tokens.weight"
-            trainer.vllm_generation.sync_weights()
-            lost[name] = model.get_parameter(name).detach().clone()
-            try:
-                trainer.vllm_generation.sync_weights()  # which redraws
-            except fc_optim.SyncError as e:
-                found["problem"] = [e.problem, *e.parameters]
+            trainer.vllm_generation.sync_weights()  # which redraws
+        except fc_optim.SyncError as e:
+            found["problem"] = [e.problem, *e.parameters]
     return found
+
+
+def async_by_http(bench: Bench, url: str) -> dict[str, Any]:
+    import numpy as np
+    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+
+    from fc_optim.integrations.trl import register
+
+    draw = np.random.default_rng(0)
+
+    def generate(prompt: list[int], n: int) -> Any:
+        tokens = draw.integers(2, trl_runs.WORDS, (n, 6))
+        return tokens.tolist(), np.full((n, 6), -np.log(trl_runs.WORDS)).tolist()
+
+    def send_weights(self: Any, iterator: Any) -> None:
+        send_files(self.vllm.server_url, iterator)
+
+    with (
+        mock.patch.object(WeightTransferClient, "init_weight_transfer"),
+        mock.patch.object(WeightTransferClient, "send_weights", send_weights),
+    ):
+        trainer = async_trainer(bench, "fp32", generate, vllm_server_base_url=url)
+        trainer.optimizer_cls_and_kwargs = (FairCastAdamW, {"lr": LR, "dither": "held"})
+        opt = register(trainer)
+        trainer.train()
+    return {"versions": [trainer.model_version, opt.served_version]}
 
 
 def arms() -> dict[str, Callable[[Bench], dict[str, Any]]]:
@@ -432,6 +471,10 @@ def arms() -> dict[str, Callable[[Bench], dict[str, Any]]]:
                 async_grpo, dtype=dtype, dither=dither
             )
         found[f"lora-{dtype}"] = functools.partial(lora, dtype=dtype)
+    found["rloo"] = functools.partial(fair_cast, dtype="fp32", dither="sync", kind="RLOO")
+    found["several"] = functools.partial(
+        fair_cast, dtype="bf16", dither="sync", steps_per_generation=2
+    )
     found["resumed-fp32"] = functools.partial(resumed, dtype="fp32", dither="fresh")
     found["resumed-bf16"] = functools.partial(resumed, dtype="bf16", dither="sync")
     return found | {"broken": broken, "server": served_by_http}
@@ -502,6 +545,18 @@ def test_log_probs_of_engine_and_trainer_agree(arm, results):
         assert found["visible"] == pytest.approx(found["logprob_max"], abs=5e-3)  # TRL's own
 
 
+def test_rloo_syncs_by_the_same_method(results):
+    found = ran(results, "rloo")
+    assert found["equal"] == [True] * STEPS
+    assert found["logged"] == [2 * (i + 1) for i in range(STEPS)]
+
+
+def test_dither_sync_redraws_once_per_sync_of_two_steps(results):
+    found = ran(results, "several")
+    assert found["equal"] == [True] * (STEPS // 2)
+    assert found["logged"] == [2, 3, 5, 6, 8, 9, 11, 12]
+
+
 def test_round_to_nearest_lags(results):
     found = ran(results, "rtn")
     assert found["equal"] == [True] + [False] * (STEPS - 1)
@@ -550,3 +605,4 @@ def test_server_mode_but_for_nccl(results):
     assert "NCCL weight-transfer engine, which needs a CUDA device" in found["on a CPU"]
     assert found["version"] == 8 and found["visible"] < 2e-2
     assert found["problem"] == ["stale", "model.embed_tokens.weight"]
+    assert found["async"] == {"versions": [5, 4]}  # proved five times

@@ -27,7 +27,7 @@ _MERGED = (
 
 
 def register(trainer: Trainer, *, verify: bool = True) -> FairCastOptimizer:
-    """Let a TRL trainer serve: call it once, before `trainer.train()`.
+    """Let a TRL trainer serve: call it before `trainer.train()`.
 
     ::
 
@@ -72,7 +72,7 @@ def register(trainer: Trainer, *, verify: bool = True) -> FairCastOptimizer:
     _wrap(trainer, optimizer, verify)
     callbacks = trainer.callback_handler.callbacks
     figures = [c for c in callbacks if isinstance(c, FairCastCallback)]
-    rest = [c for c in callbacks if c not in figures]
+    rest = [c for c in callbacks if not isinstance(c, (FairCastCallback, _Begin))]
     callbacks[:] = [_Begin(trainer, optimizer), *(figures or [FairCastCallback()]), *rest]
     return optimizer
 
@@ -175,7 +175,7 @@ class _Begin(TrainerCallback):
         if unwrap(self.trainer.optimizer) is not self.optimizer:
             raise RuntimeError(
                 "trainer.optimizer: it is another one than when register() was called, and would "
-                "not be served; call register(trainer) again, last before train()."
+                "not be served; call register(trainer) again, right before train()."
             )
         self.optimizer.bind(self.trainer.model_wrapped)  # DDP's wrapper: replicas are compared
         self.optimizer.publish()
@@ -191,7 +191,9 @@ def _wrap(trainer: Any, optimizer: FairCastOptimizer, verify: bool) -> None:
     if hasattr(trainer, "weight_transfer"):
         # TRL keeps it on the main process alone.
         (ours,) = broadcast_object_list([isinstance(transfer, WeightTransfer)])
-        if trainer._lora_sync:  # adapters are sent as they are; vLLM keeps them stacked
+        if getattr(
+            trainer, "_lora_sync", False
+        ):  # adapters are sent as they are; vLLM keeps them stacked
             _around(trainer, "_sync_weight_lora", optimizer)
             return
         owner, method = trainer, "_sync_weight_merged"
@@ -230,8 +232,6 @@ def _around(
 ) -> None:
     """Wrap one method of one object: redraw, `before`, the method, the proof of `sync`."""
     original = _method(owner, method)
-    if method in vars(owner):
-        raise RuntimeError("trainer: it was registered already.")
 
     @functools.wraps(original)
     def synced(*args: Any, **kwargs: Any) -> Any:
@@ -248,11 +248,13 @@ def _around(
         sync()
         return results[0]
 
+    synced._fc_optim = True  # type: ignore[attr-defined]
     vars(owner)[method] = synced
 
 
 def _method(owner: Any, method: str) -> Callable[..., Any]:
-    found = getattr(owner, method, None)
+    """The method itself, without what an earlier `register` put around it."""
+    found: Any = getattr(owner, method, None)
     if not callable(found):
         import trl
 
@@ -260,7 +262,8 @@ def _method(owner: Any, method: str) -> Callable[..., Any]:
             f"trainer: trl {trl.__version__} has no {method}() to wrap; tested is {_TESTED}. "
             "Call optimizer.publish(redraw=True) before each sync yourself."
         )
-    return found  # type: ignore[no-any-return]
+    original: Callable[..., Any] = found.__wrapped__ if hasattr(found, "_fc_optim") else found
+    return original
 
 
 # ---- What vLLM holds

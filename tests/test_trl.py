@@ -160,6 +160,12 @@ def test_an_optimizer_that_was_replaced_is_noticed(folder, tmp_path):
     trainer.optimizer = FairCastAdamW(trainer.model.parameters(), lr=1e-5)
     with pytest.raises(RuntimeError, match="another one than when register"):
         trainer.train()
+    opt = register(trainer)
+    trainer.train()
+    assert opt.served_version == 2
+    names = [type(c).__name__ for c in trainer.callback_handler.callbacks]
+    assert names[:2] == ["_Begin", "FairCastCallback"]
+    assert len(set(names)) == len(names)
 
 
 def test_a_trl_without_the_method_is_named(folder, tmp_path):

@@ -166,9 +166,13 @@ def fair_cast(bench: Bench, dtype: str, dither: str, **kwargs: Any) -> dict[str,
     from fc_optim.integrations.trl import register
 
     model = bench.load(dtype)
-    opt = FairCastAdamW(model.named_parameters(), lr=LR, dither=dither, seed=7)
+    for name in kwargs.pop("frozen", ()):
+        model.get_parameter(name).requires_grad_(False)
+    trained = [(n, p) for n, p in named(model) if p.requires_grad]
+    opt = FairCastAdamW(trained, lr=LR, dither=dither, seed=7)
     trainer = bench.trainer(model, f"{dtype}-{dither}", optimizers=(opt, None), **kwargs)
     assert register(trainer) is opt
+    register(trainer)  # may be called again
     watch = Watch(bench, trainer, lambda: dict(opt.master_params(copy=True)))
     trainer.train()
     losses = [row for row in trainer.state.log_history if "loss" in row]
@@ -475,6 +479,8 @@ def arms() -> dict[str, Callable[[Bench], dict[str, Any]]]:
     found["several"] = functools.partial(
         fair_cast, dtype="bf16", dither="sync", steps_per_generation=2
     )
+    frozen = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"]
+    found["frozen"] = functools.partial(fair_cast, dtype="fp32", dither="fresh", frozen=frozen)
     found["resumed-fp32"] = functools.partial(resumed, dtype="fp32", dither="fresh")
     found["resumed-bf16"] = functools.partial(resumed, dtype="bf16", dither="sync")
     return found | {"broken": broken, "server": served_by_http}
@@ -549,6 +555,12 @@ def test_rloo_syncs_by_the_same_method(results):
     found = ran(results, "rloo")
     assert found["equal"] == [True] * STEPS
     assert found["logged"] == [2 * (i + 1) for i in range(STEPS)]
+
+
+def test_frozen_weights_may_be_fused_with_trained_ones(results):
+    found = ran(results, "frozen")
+    assert found["equal"] == [True] * STEPS
+    assert found["logged"] == list(range(1, STEPS + 1))
 
 
 def test_dither_sync_redraws_once_per_sync_of_two_steps(results):

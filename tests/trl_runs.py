@@ -89,14 +89,18 @@ def trainer_for(kind: str, model: Any, folder: Path, out: Path, **kwargs: Any) -
 # ---- AsyncGRPO without a server and without FlashAttention-3
 
 
-def let_async_grpo_run_on_a_cpu(setattr_: Callable[[Any, str, Any], None]) -> None:
+def let_async_grpo_run_on_a_cpu() -> None:
     """Replace the two things in it that need a GPU: its attention kernel, and a figure of speed."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     from trl.experimental.async_grpo import async_grpo_trainer, packing
 
     kernels = type("Kernels", (), {"flash_attn_varlen_func": staticmethod(attend)})
-    setattr_(packing, "_flash_attn", lambda: kernels)
-    setattr_(async_grpo_trainer, "get_peak_flops_per_device", lambda *args: 1e12)
+    changed: dict[Any, dict[str, Any]] = {
+        packing: {"_flash_attn": lambda: kernels},
+        async_grpo_trainer: {"get_peak_flops_per_device": lambda *args: 1e12},
+    }
+    for module, names in changed.items():
+        vars(module).update(names)
 
 
 def attend(
@@ -172,3 +176,22 @@ class Worker:
 
     def check_health(self, stale_after_s: float) -> None:
         pass
+
+
+def async_trainer(
+    folder: Path, out: Path, dtype: str, generate: Callable[..., Any], **kwargs: Any
+) -> Any:
+    """The real AsyncGRPO, with a `Worker` that generates by `generate`."""
+    let_async_grpo_run_on_a_cpu()
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    own = {"weight_transfer": kwargs.pop("weight_transfer", None)}
+    args = AsyncGRPOConfig(
+        str(out), max_steps=4, per_device_train_batch_size=8, token_budget=0, dtype=dtype,
+        use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", num_generations=4,
+        **kwargs,
+    )  # fmt: skip
+    worker: Any = Worker(generate, [[5, 6, 7], [9, 8, 7]], 4)
+    return AsyncGRPOTrainer(
+        str(folder), args=args, train_dataset=prompts(), rollout_worker=worker, **own
+    )

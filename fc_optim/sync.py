@@ -73,6 +73,10 @@ class Sync:
     Args:
         optimizer: bound to the model that is served.
         engine: see `Engine`.
+        send: the export of a framework that sends the weights itself. Called on every rank with
+            what the engine is to hold, in place of the engine's `load`; the engine is only asked,
+            and need not know its version. Proved are the managed parameters: a framework may leave
+            out frozen ones, or cast them.
         sparse: send what changed, to a `SparseEngine`; the first sync, and one after an error, is
             whole. Keeps a copy of the served weights. With dither "fresh" or "sync" up to a third
             of the words change; "held" keeps them as few as round-to-nearest does.
@@ -91,6 +95,7 @@ class Sync:
         optimizer: FairCastOptimizer,
         engine: Engine | None,
         *,
+        send: Callable[[Manifest], None] | None = None,
         sparse: bool = False,
         frozen_dtype: torch.dtype | None = None,
         recheck: bool = True,
@@ -107,12 +112,15 @@ class Sync:
             raise TypeError(
                 f"sparse: {type(engine).__name__} has no load_patches(); use sparse=False."
             )
+        if sparse and send is not None:
+            raise ValueError("sparse: `send` decides what is sent; use sparse=False.")
         if wait_s < 0:
             raise ValueError(f"wait_s: {wait_s} is negative; give seconds, 0 not to wait.")
-        self.optimizer, self.engine = optimizer, engine
+        self.optimizer, self.engine, self.send = optimizer, engine, send
         self.sparse, self.recheck, self.source = sparse, recheck, source
         self.bucket_bytes, self.wait_s, self.frozen_dtype = bucket_bytes, wait_s, frozen_dtype
         self._proved: Manifest | None = None
+        self._told: int | None = None  # the last version that `send` sent to the end
         self._baseline: Baseline | None = None
 
     @property
@@ -145,7 +153,10 @@ class Sync:
 
     def _items(self, which: str) -> list[Item]:
         opt = self.optimizer
-        return list_items(opt.model, (opt,), which, frozen_dtype=self.frozen_dtype)
+        return list_items(
+            opt.model, (opt,), which,
+            managed_only=self.send is not None, frozen_dtype=self.frozen_dtype,
+        )  # fmt: skip
 
     # ---- The three parts of a sync, on the rank that has the engine
 
@@ -155,13 +166,17 @@ class Sync:
         return diagnosis.find_write(before, self._ask(), now)
 
     def _send(self, items: list[Item], now: Manifest, before: Manifest | None) -> SyncError | None:
-        if self.source is None:
-            weights = stream(items, (self.optimizer,), bucket_bytes=self.bucket_bytes)
-        else:
+        weights: NamedTensors = iter(())
+        if self.source is not None:
             weights = self.source()
+        elif self.send is None:
+            weights = stream(items, (self.optimizer,), bucket_bytes=self.bucket_bytes)
         error = None
         try:
-            if self.engine is not None:
+            if self.send is not None:
+                self.send(now)
+                self._told = now.version
+            elif self.engine is not None:
                 self._load(self.engine, weights, now, whole=before is None)
         except SyncError as e:
             error = e
@@ -205,7 +220,8 @@ class Sync:
     def _ask(self) -> Manifest:
         assert self.engine is not None
         try:
-            return self.engine.held()
+            held = self.engine.held()
+            return held if self.send is None else Manifest(self._told, held.parameters)
         except TimeoutError as e:
             raise SyncError("late", f"the engine did not say in time what it holds: {e}") from e
 
@@ -213,6 +229,8 @@ class Sync:
         """What an exception in the middle of a load left in the engine."""
         if isinstance(e, TimeoutError):
             return SyncError("late", f"the engine did not take version {now.version} in time: {e}")
+        if self.engine is None:
+            return SyncError("failed", f"this rank failed to send version {now.version}: {e!r}.")
         why = str(e).removesuffix(".")
         text = (
             f"the engine failed while it loaded version {now.version}: {type(e).__name__}: {why}."

@@ -47,7 +47,7 @@ class FairCastCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Bind the model, publish, and note the weights that captured and lag start from."""
-        optimizer = _unwrap(kwargs["optimizer"])
+        optimizer = unwrap(kwargs["optimizer"])
         optimizer.bind(kwargs["model"])
         optimizer.publish()
         _, served = _weights(optimizer)
@@ -59,7 +59,7 @@ class FairCastCallback(TrainerCallback):
     ) -> None:
         """Record one optimizer step."""
         if self._tracker is not None:
-            self._last = self._tracker.record(*_weights(_unwrap(kwargs["optimizer"])))
+            self._last = self._tracker.record(*_weights(unwrap(kwargs["optimizer"])))
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -70,12 +70,12 @@ class FairCastCallback(TrainerCallback):
             return
         figures = asdict(self._last)
         found = {k: figures[k] for k in FIGURES if math.isfinite(figures[k])}
-        found["served_version"] = _unwrap(kwargs["optimizer"]).served_version
+        found["served_version"] = unwrap(kwargs["optimizer"]).served_version
         logs.update(found)
         state.log_history[-1].update(found)
 
 
-def _unwrap(optimizer: Any) -> FairCastOptimizer:
+def unwrap(optimizer: Any) -> FairCastOptimizer:
     """Ours, inside accelerate's wrapper."""
     while not isinstance(optimizer, FairCastOptimizer):
         if not hasattr(optimizer, "optimizer"):

@@ -5,13 +5,16 @@ import sys
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
 from fc_optim.integrations.deepspeed import attach
+from fc_optim.needs import needs
 from fc_optim.optimizer import FairCastOptimizer
+
+with needs("accelerate", "1.15"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
 
 
 def register(accelerator: Accelerator, optimizer: Any) -> FairCastOptimizer:

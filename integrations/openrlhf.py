@@ -14,11 +14,14 @@ it breaks if a later version calls something else, which raises below.
 from typing import Any
 from unittest import mock
 
-import deepspeed
-from openrlhf.utils.deepspeed import DeepspeedStrategy
-
 from fc_optim.integrations.deepspeed import attach, register
+from fc_optim.needs import needs
 from fc_optim.optimizer import FairCastAdamW
+
+with needs("deepspeed", "0.19"):
+    import deepspeed
+with needs("openrlhf", "0.11"):
+    from openrlhf.utils.deepspeed import DeepspeedStrategy
 
 
 class FairCastStrategy(DeepspeedStrategy):

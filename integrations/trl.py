@@ -5,16 +5,26 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fc_optim.integrations.transformers import FairCastCallback, unwrap
 from fc_optim.manifests import Manifest, entry
+from fc_optim.needs import needs
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.registry import check_dtype
 from fc_optim.serving import list_items
 from fc_optim.sync import Engine, Sync, WatchingEngine
+
+with needs("accelerate", "1.15"):
+    from accelerate.utils import broadcast_object_list, is_peft_model
+with needs("transformers", "5.19"):
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
 
 logger = logging.getLogger(__name__)
 

@@ -34,12 +34,13 @@ from fc_optim.integrations.vllm_layout import (
 )
 from fc_optim.integrations.vllm_plugin import keep_plain_weights as keep_plain_weights
 from fc_optim.manifests import Entry, Manifest
+from fc_optim.needs import needs
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.patches import Patch
 from fc_optim.serving import list_items
 from fc_optim.sync import Engine, Sync
 
-try:
+with needs("vllm", "0.32"):
     import vllm
     from vllm.distributed.weight_transfer import (
         ParamMeta,
@@ -49,10 +50,6 @@ try:
 
     from fc_optim.integrations import vllm_worker
     from fc_optim.integrations.vllm_transfer import FileTransfer, FileTransferInit, Routes
-except ImportError as e:
-    raise ImportError(
-        f"fc_optim.integrations.vllm needs vllm 0.32 or later: pip install 'vllm>=0.32' ({e})"
-    ) from e
 
 _PARTIAL = "partial"  # the version of an engine whose update did not come to its end
 _PATCH_BYTES = 64 << 20

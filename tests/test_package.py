@@ -30,7 +30,11 @@ def test_import_pulls_in_no_framework_and_no_compiler(tmp_path):
     assert run(code, tmp_path) == "[]"
 
 
-NEEDS = {"peft": "peft", "transformers": "transformers"}  # integration: framework
+NEEDS = {  # integration: framework
+    **{name: name for name in ("accelerate", "peft", "transformers", "vllm")},
+    "openrlhf": "deepspeed",
+    "trl": "transformers",
+}
 
 
 @pytest.mark.parametrize(("module", "package"), NEEDS.items())

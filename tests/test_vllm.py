@@ -151,7 +151,7 @@ def test_one_line_says_what_to_install(state: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "needs vllm 0.32 or later: pip install 'vllm>=0.32'" in last
+    assert "vllm >= 0.32 is needed here; pip install 'vllm>=0.32'" in last
 
 
 # ---- What trains

@@ -100,7 +100,8 @@ def differing(numbers: Mapping[str, int], groups: Sequence[Group]) -> list[str]:
 
     Every rank of the groups learns it, so that all of them raise and none waits for the others.
     """
-    both = torch.tensor([[*numbers.values()], [~n for n in numbers.values()]], dtype=torch.int64)
+    numbers_both_ways = [[*numbers.values()], [~n for n in numbers.values()]]
+    both = torch.tensor(numbers_both_ways, dtype=torch.int64, device="cpu")
     for group in groups:
         both = both.to(comm_device([group], both.device))
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)

@@ -153,7 +153,7 @@ def _differing(work: Work) -> int:
 
 
 def _read_later(counts: Tensor, names: list[str]) -> tuple[Tensor, list[str], Any]:
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
     host.copy_(counts, non_blocking=True)
     event = torch.Event(counts.device.type)
     event.record()

@@ -121,9 +121,9 @@ class MovementTracker:
         tensors = dict(_named(start))
         total = sum(t.numel() for t in tensors.values())
         generator = torch.Generator().manual_seed(seed)
-        keep = torch.arange(total)
+        keep = torch.arange(total, device="cpu")
         if total > sample:
-            keep = torch.randperm(total, generator=generator)[:sample].sort().values
+            keep = torch.randperm(total, generator=generator, device="cpu")[:sample].sort().values
         self._at: dict[str, Tensor] = {}
         first = 0
         for name, t in tensors.items():

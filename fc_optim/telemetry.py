@@ -102,9 +102,10 @@ class StepMetrics:
         """int64 `[names, 1 + len(COUNTS)]` on the host: n, then COUNTS."""
         if self._summed is not None:
             return self._summed[0]
-        table = torch.zeros(len(self.names), 1 + len(COUNTS), dtype=torch.int64)
+        table = torch.zeros(len(self.names), 1 + len(COUNTS), dtype=torch.int64, device="cpu")
         for part in self._parts:
-            table.index_add_(0, torch.tensor(part.rows, dtype=torch.int64), part.read())
+            rows = torch.tensor(part.rows, dtype=torch.int64, device="cpu")
+            table.index_add_(0, rows, part.read())
         return table
 
     @functools.cached_property
@@ -153,7 +154,7 @@ class StepMetrics:
         Every rank calls it, with the same step. A replica's elements are not counted twice.
         """
         table = self._table.clone()
-        along = torch.zeros(len(self.steps) + 1, dtype=torch.float64)
+        along = torch.zeros(len(self.steps) + 1, dtype=torch.float64, device="cpu")
         kinds: dict[tuple[int, ...], tuple[tuple[Group, ...], list[int]]] = {}
         for row, groups in enumerate(self._groups):
             kinds.setdefault(_key(groups), (groups, []))[1].append(row)
@@ -208,7 +209,7 @@ class _Part:
     taken: Tensor | None  # whether the step was taken; None: it was
 
     def read(self) -> Tensor:
-        sizes = torch.tensor(self.sizes, dtype=torch.int64)[:, None]
+        sizes = torch.tensor(self.sizes, dtype=torch.int64, device="cpu")[:, None]
         if self.taken is not None:
             sizes = sizes * self.taken.cpu()
         return torch.cat((sizes, self.counts.cpu()), dim=1)
@@ -357,7 +358,7 @@ class _Sample:
         self._kinds: dict[Any, _Kind] = {}
         for i, e in enumerate(entries):
             places = [scattered_positions(s, every) + s.offset for s in e.slot.segments]
-            at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+            at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64, device="cpu")
             if at.numel():
                 key = e.local.device, e.local.dtype, _key(e.slot.layout.groups)
                 kind = self._kinds.setdefault(key, _Kind(context, key[0]))
@@ -392,7 +393,7 @@ class _Kind:
         self.members: list[int] = []
         self.positions: list[Tensor] = []
         self.masters: deque[Tensor] = deque(maxlen=HISTORY + 1)
-        self.start = torch.empty(0)
+        self.start = torch.empty(0, device="cpu")
         self._device, self._backend = device, context.backend_for(device)
         self._caches: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
 

@@ -8,7 +8,8 @@ import torch
 from models import assert_equal_states, assert_invariant, bits, loss_of, tiny, train
 from torch import nn
 
-from fc_optim import FairCastAdamW, FairCastMuon, FairCastOptimizer
+import fc_optim
+from fc_optim import FairCastAdamW, FairCastMuon, FairCastOptimizer, metrics
 
 
 def stepped(*shape, base=torch.optim.AdamW, **kwargs):
@@ -403,12 +404,29 @@ def test_replaced_lists_and_states_are_lived_with():
 
 def test_another_default_device_does_not_reach_the_kernels():
     model = tiny()
-    opt = FairCastAdamW(model.named_parameters())
+    opt = FairCastAdamW(model.named_parameters(), metrics=True)
+    held: dict[str, torch.Tensor] = {}
+
+    class Engine:
+        def load(self, weights, version):
+            held.update((n, t.clone()) for n, t in weights)
+            self.version = version
+
+        def held(self):
+            return fc_optim.manifest(self.version, held.items())
+
     torch.set_default_device("meta")
     try:
         opt.publish()
+        tracker = metrics.MovementTracker(dict(opt.served_params()))
+        sync = fc_optim.Sync(opt, Engine())
+        sync()
         grads(model)
         opt.step()
+        assert sync().digest == opt.served_digest()
+        tracker.record(dict(opt.master_params()), held)
+        assert opt.metrics().over_ranks().changed_ratio > 0
+        assert opt.check() == {}
     finally:
         torch.set_default_device("cpu")
     assert_invariant(opt)

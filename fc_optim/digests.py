@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 18  # elements: a few MB of int64 temporaries
 _MASK64 = 2**64 - 1
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Digest(NamedTuple):
@@ -90,7 +90,7 @@ def _sum(name: str, flat: Tensor, segments: Iterable[Segment]) -> Tensor:
     key = f"{name}:{str(flat.dtype).removeprefix('torch.')}".encode()
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
     size = flat.element_size()
-    words = flat.view(_WORDS[size]) if size in _WORDS else torch.view_as_real(flat).view(-1)
+    words = flat.view(WORDS[size]) if size in WORDS else torch.view_as_real(flat).view(-1)
     words = words.view(torch.int64) if words.is_floating_point() else words
     per = words.numel() // max(flat.numel(), 1)  # words of an element: 2 for complex128
     total = torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -392,6 +392,13 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
             raise RuntimeError(f"{what} inside {self._busy}: leave that context first.")
 
 
+def unwrap(optimizer: Any) -> Any:
+    """Ours inside the wrappers of accelerate or DeepSpeed, else the innermost that there is."""
+    while not isinstance(optimizer, FairCastOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 if TYPE_CHECKING:  # what the three classes are to a type checker
 
     class FairCastAdam(FairCastOptimizer):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fc_optim.digests import WORDS
 from fc_optim.serving import NamedTensors
 
 
@@ -42,8 +43,7 @@ class Baseline:
         """What changed, a patch for each parameter that did. Compares bits, NaNs included."""
         for name, tensor in weights:
             new, old = tensor.detach().reshape(-1), self._held[name].view(-1)
-            words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-            word = words[new.element_size()]
+            word = WORDS[new.element_size()]
             indices = (new.view(word) != old.view(word)).nonzero().view(-1)
             if not indices.numel():
                 continue

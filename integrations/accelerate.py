@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fc_optim.integrations.deepspeed import attach
 from fc_optim.needs import needs
-from fc_optim.optimizer import FairCastOptimizer
+from fc_optim.optimizer import FairCastOptimizer, unwrap
 
 with needs("accelerate", "1.15"):
     from accelerate import Accelerator
@@ -52,7 +52,7 @@ def register(accelerator: Accelerator, optimizer: Any) -> FairCastOptimizer:
             f"accelerator: distributed_type {kind.value} is not supported. Train on one process, "
             "or under DDP, FSDP or DeepSpeed."
         )
-    inner = _unwrap(optimizer)
+    inner = unwrap(optimizer)
     if not isinstance(inner, FairCastOptimizer):
         raise TypeError(f"optimizer: {type(inner).__name__} is not a FairCastOptimizer.")
     inner.registry.refuse_orphans(inner.param_groups, inner.state)
@@ -63,18 +63,11 @@ def register(accelerator: Accelerator, optimizer: Any) -> FairCastOptimizer:
     return inner
 
 
-def _unwrap(optimizer: Any) -> Any:
-    """What accelerate's wrapper steps; under DeepSpeed that is inside of another one."""
-    while not isinstance(optimizer, FairCastOptimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def _engine(accelerator: Accelerator, optimizer: Any) -> Any:
     """The prepared DeepSpeed engine that steps the optimizer, or why there is none."""
-    inner = _unwrap(optimizer)
+    inner = unwrap(optimizer)
     for engine in accelerator._models:
-        if isinstance(inner, FairCastOptimizer) and _unwrap(engine.optimizer) is inner:
+        if isinstance(inner, FairCastOptimizer) and unwrap(engine.optimizer) is inner:
             return engine
     config = accelerator.deepspeed_plugin.deepspeed_config
     offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fc_optim.metrics import Movement, MovementTracker
 from fc_optim.needs import needs
-from fc_optim.optimizer import FairCastOptimizer
+from fc_optim.optimizer import FairCastOptimizer, unwrap
 from fc_optim.shards import local
 
 with needs("transformers", "5.19"):
@@ -47,7 +47,7 @@ class FairCastCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Bind the model, publish, and note the weights that captured and lag start from."""
-        optimizer = unwrap(kwargs["optimizer"])
+        optimizer = trained_by(kwargs["optimizer"])
         optimizer.bind(kwargs["model"])
         optimizer.publish()
         _, served = _weights(optimizer)
@@ -59,7 +59,7 @@ class FairCastCallback(TrainerCallback):
     ) -> None:
         """Record one optimizer step."""
         if self._tracker is not None:
-            self._last = self._tracker.record(*_weights(unwrap(kwargs["optimizer"])))
+            self._last = self._tracker.record(*_weights(trained_by(kwargs["optimizer"])))
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -70,21 +70,20 @@ class FairCastCallback(TrainerCallback):
             return
         figures = asdict(self._last)
         found = {k: figures[k] for k in FIGURES if math.isfinite(figures[k])}
-        found["served_version"] = unwrap(kwargs["optimizer"]).served_version
+        found["served_version"] = trained_by(kwargs["optimizer"]).served_version
         logs.update(found)
         state.log_history[-1].update(found)
 
 
-def unwrap(optimizer: Any) -> FairCastOptimizer:
-    """Ours, inside accelerate's wrapper."""
-    while not isinstance(optimizer, FairCastOptimizer):
-        if not hasattr(optimizer, "optimizer"):
-            raise TypeError(
-                f"optimizer: {type(optimizer).__name__} is not a FairCastOptimizer; pass one to "
-                "the Trainer, by optimizers= or optimizer_cls_and_kwargs=."
-            )
-        optimizer = optimizer.optimizer
-    return optimizer
+def trained_by(optimizer: Any) -> FairCastOptimizer:
+    """Ours, inside accelerate's wrapper. Raises TypeError if it is another one."""
+    inner = unwrap(optimizer)
+    if not isinstance(inner, FairCastOptimizer):
+        raise TypeError(
+            f"optimizer: {type(inner).__name__} is not a FairCastOptimizer; pass one to "
+            "the Trainer, by optimizers= or optimizer_cls_and_kwargs=."
+        )
+    return inner
 
 
 def _weights(optimizer: FairCastOptimizer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fc_optim.integrations.transformers import FairCastCallback, unwrap
+from fc_optim.integrations.transformers import FairCastCallback, trained_by
 from fc_optim.manifests import Manifest, entry
 from fc_optim.needs import needs
 from fc_optim.optimizer import FairCastOptimizer
@@ -166,7 +166,7 @@ def _optimizer_of(trainer: Trainer) -> FairCastOptimizer:
     if created:
         trainer.create_optimizer()
     try:
-        return unwrap(trainer.optimizer)
+        return trained_by(trainer.optimizer)
     except TypeError:
         if created:
             trainer.optimizer = None
@@ -182,7 +182,7 @@ class _Begin(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if unwrap(self.trainer.optimizer) is not self.optimizer:
+        if trained_by(self.trainer.optimizer) is not self.optimizer:
             raise RuntimeError(
                 "trainer.optimizer: it is another one than when register() was called, and would "
                 "not be served; call register(trainer) again, right before train()."
@@ -201,9 +201,8 @@ def _wrap(trainer: Any, optimizer: FairCastOptimizer, verify: bool) -> None:
     if hasattr(trainer, "weight_transfer"):
         # TRL keeps it on the main process alone.
         (ours,) = broadcast_object_list([isinstance(transfer, WeightTransfer)])
-        if getattr(
-            trainer, "_lora_sync", False
-        ):  # adapters are sent as they are; vLLM keeps them stacked
+        if getattr(trainer, "_lora_sync", False):
+            # Adapters are sent as they are; vLLM keeps them stacked.
             _around(trainer, "_sync_weight_lora", optimizer)
             return
         owner, method = trainer, "_sync_weight_merged"

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fc_optim import foreign, shards
-from fc_optim.batches import check_shape, complete_state, state_work
-from fc_optim.collectives import take
-from fc_optim.naming import GROUP_KEYS, STATE_KEYS
-from fc_optim.registry import Managed
+from fc_optim.params import layouts as shards
+from fc_optim.params.collectives import take
+from fc_optim.params.names import GROUP_KEYS, STATE_KEYS
+from fc_optim.params.registry import Managed
+from fc_optim.update import foreign
+from fc_optim.update.plan import check_shape, complete_state, state_work
 
 if TYPE_CHECKING:
     from fc_optim.optimizer import FairCastOptimizer

@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from fc_optim.checkpoint import DITHERS
 from fc_optim.kernels.backends import BACKENDS
-from fc_optim.muon import lr_ratio
-from fc_optim.telemetry import MODES
+from fc_optim.metrics.step import MODES
+from fc_optim.update.muon import lr_ratio
 
 OPTIONS = ("seed", "dither", "masters", "backend", "fp32_grads", "metrics")
 _classes: dict[Any, type] = {}

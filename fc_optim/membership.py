@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from fc_optim import checkpoint, construct, shards
-from fc_optim.buffers import Buffers
-from fc_optim.collectives import refuse_disagreement
-from fc_optim.registry import Managed, Registry
+from fc_optim import checkpoint, construct
+from fc_optim.params import layouts as shards
+from fc_optim.params.buffers import Buffers
+from fc_optim.params.collectives import refuse_disagreement
+from fc_optim.params.registry import Managed, Registry
 
 
 class Membership(Optimizer):

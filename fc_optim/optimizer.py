@@ -9,23 +9,26 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fc_optim import checkpoint, construct, evaluation, foreign, shards
-from fc_optim.batches import (
+from fc_optim import checkpoint, construct
+from fc_optim.copying import Copying
+from fc_optim.kernels.backends import backend_for
+from fc_optim.membership import Membership
+from fc_optim.metrics.precision import Reporting
+from fc_optim.metrics.step import Telemetry
+from fc_optim.params import layouts as shards
+from fc_optim.params.buffers import Buffers
+from fc_optim.params.registry import Managed, Registry, check_dtype
+from fc_optim.serving import evaluation
+from fc_optim.serving.stream import Serving
+from fc_optim.update import foreign
+from fc_optim.update.plan import (
     Context,
     complete_state,
     new_master,
     state_work,
     update_work,
 )
-from fc_optim.buffers import Buffers
-from fc_optim.copying import Copying
-from fc_optim.kernels.backends import backend_for
-from fc_optim.membership import Membership
-from fc_optim.registry import Managed, Registry, check_dtype
-from fc_optim.report import Reporting
-from fc_optim.serving import Serving
-from fc_optim.telemetry import Telemetry
-from fc_optim.unfused import BaseStep
+from fc_optim.update.unfused import BaseStep
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fc_optim.integrations.deepspeed import attach
-from fc_optim.needs import needs
+from fc_optim.integrations.needs import needs
 from fc_optim.optimizer import FairCastOptimizer, unwrap
 
 with needs("accelerate", "1.15"):

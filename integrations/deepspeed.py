@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fc_optim import checkpoint
-from fc_optim.buffers import Buffers, FlatBuffer
-from fc_optim.naming import clean_name
 from fc_optim.optimizer import FairCastOptimizer
-from fc_optim.shards import FlatPiece, flat_layout
+from fc_optim.params.buffers import Buffers, FlatBuffer
+from fc_optim.params.layouts import FlatPiece, flat_layout
+from fc_optim.params.names import clean_name
 
 MASTERS_MARK = "masters_in_fp32"  # group key of a checkpoint whose fp32 weights are the masters
 logger = logging.getLogger("fc_optim")

@@ -6,7 +6,7 @@ None of them is imported here. `fc_optim.telemetry.flatten` gives the floats for
 from collections.abc import Mapping
 from typing import Any
 
-from fc_optim.telemetry import Counts, StepMetrics, flatten
+from fc_optim.metrics.step import Counts, StepMetrics, flatten
 
 
 def to_tensorboard(writer: Any, metrics: StepMetrics, step: int, **options: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from fc_optim.integrations.deepspeed import attach, register
-from fc_optim.needs import needs
+from fc_optim.integrations.needs import needs
 from fc_optim.optimizer import FairCastAdamW
 
 with needs("deepspeed", "0.19"):

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fc_optim.naming import clean_name, param_id
-from fc_optim.needs import needs
+from fc_optim.integrations.needs import needs
 from fc_optim.optimizer import FairCastOptimizer
-from fc_optim.rounding import stochastic_round
+from fc_optim.params.names import clean_name, param_id
+from fc_optim.serving.rounding import stochastic_round
 
 with needs("peft", "0.21"):
     from peft import PeftModel

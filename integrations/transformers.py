@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fc_optim.metrics import Movement, MovementTracker
-from fc_optim.needs import needs
+from fc_optim.integrations.needs import needs
+from fc_optim.metrics.formulas import Movement, MovementTracker
 from fc_optim.optimizer import FairCastOptimizer, unwrap
-from fc_optim.shards import local
+from fc_optim.params.layouts import local
 
 with needs("transformers", "5.19"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

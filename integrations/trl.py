@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fc_optim.integrations.needs import needs
 from fc_optim.integrations.transformers import FairCastCallback, trained_by
-from fc_optim.manifests import Manifest, entry
-from fc_optim.needs import needs
 from fc_optim.optimizer import FairCastOptimizer
-from fc_optim.registry import check_dtype
-from fc_optim.serving import list_items
-from fc_optim.sync import Engine, Sync, WatchingEngine
+from fc_optim.params.registry import check_dtype
+from fc_optim.serving.stream import list_items
+from fc_optim.sync.manifests import Manifest, entry
+from fc_optim.sync.sync import Engine, Sync, WatchingEngine
 
 with needs("accelerate", "1.15"):
     from accelerate.utils import broadcast_object_list, is_peft_model

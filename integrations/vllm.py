@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fc_optim.integrations.needs import needs
 from fc_optim.integrations.vllm_layout import (
     PACKED,
     Layout,
@@ -33,12 +34,11 @@ from fc_optim.integrations.vllm_layout import (
     read_checksums,
 )
 from fc_optim.integrations.vllm_plugin import keep_plain_weights as keep_plain_weights
-from fc_optim.manifests import Entry, Manifest
-from fc_optim.needs import needs
 from fc_optim.optimizer import FairCastOptimizer
-from fc_optim.patches import Patch
-from fc_optim.serving import list_items
-from fc_optim.sync import Engine, Sync
+from fc_optim.serving.stream import list_items
+from fc_optim.sync.manifests import Entry, Manifest
+from fc_optim.sync.patches import Patch
+from fc_optim.sync.sync import Engine, Sync
 
 with needs("vllm", "0.32"):
     import vllm

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fc_optim.manifests import Entry, Manifest, entry
+from fc_optim.sync.manifests import Entry, Manifest, entry
 
 T = TypeVar("T")
 

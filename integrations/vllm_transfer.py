@@ -23,7 +23,7 @@ from torch import Tensor
 from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightSource
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-from fc_optim.patches import Patch
+from fc_optim.sync.patches import Patch
 
 _FILE_BYTES = 256 << 20
 _SHARED = Path("/dev/shm")

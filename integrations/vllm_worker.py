@@ -26,8 +26,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from fc_optim.integrations.vllm_layout import Layout, check_shapes, emptied
-from fc_optim.manifests import Entry, manifest
-from fc_optim.patches import Patch
+from fc_optim.sync.manifests import Entry, manifest
+from fc_optim.sync.patches import Patch
 
 # ---- The model of a worker
 

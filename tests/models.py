@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import fc_optim
-from fc_optim.batches import step_key
+from fc_optim.update.plan import step_key
 
 
 def tiny(dtype=torch.float32, seed=0) -> nn.Sequential:

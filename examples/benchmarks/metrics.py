@@ -17,7 +17,7 @@ from timing import Step, pairs, print_header, print_row, row_of
 from torch import Tensor
 
 from fc_optim import FairCastAdamW
-from fc_optim.telemetry import Telemetry, flatten
+from fc_optim.metrics.step import Telemetry, flatten
 
 
 def steppers(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fc_optim.audit.lineage import Lineage, plain_tensors
 from fc_optim.audit.loss import Loss, measure
-from fc_optim.naming import clean_name
+from fc_optim.params.names import clean_name
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fc_optim.audit.readers import open_checkpoint
 from fc_optim.audit.states import open_state
 from fc_optim.audit.stored import PIECE, BadCheckpoint, Stored
 from fc_optim.audit.updates import first_adamw_step
-from fc_optim.metrics import bf16_ulp
+from fc_optim.metrics.formulas import bf16_ulp
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fc_optim.evaluation import fp32_copy
-from fc_optim.metrics import LogRatio, effective_sample_size, log_ratio
+from fc_optim.metrics.formulas import LogRatio, effective_sample_size, log_ratio
+from fc_optim.serving.evaluation import fp32_copy
 
 if TYPE_CHECKING:
     from fc_optim.optimizer import FairCastOptimizer

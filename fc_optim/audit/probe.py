@@ -20,9 +20,9 @@ from fc_optim.audit.hidden import HiddenRatio as HiddenRatio
 from fc_optim.audit.hidden import evaluating, token_log_probs
 from fc_optim.audit.hidden import hidden_ratio as hidden_ratio
 from fc_optim.audit.text import TEXT
-from fc_optim.metrics import effective_sample_size, log_ratio
-from fc_optim.naming import clean_name, param_id
-from fc_optim.rounding import stochastic_round
+from fc_optim.metrics.formulas import effective_sample_size, log_ratio
+from fc_optim.params.names import clean_name, param_id
+from fc_optim.serving.rounding import stochastic_round
 
 SEQUENCE = 64  # tokens
 SEQUENCES = 16  # at most: one backward pass

@@ -19,7 +19,7 @@ from fc_optim.audit.stored import (
     load_pickle,
     read_bytes,
 )
-from fc_optim.naming import clean_name
+from fc_optim.params.names import clean_name
 
 _SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -16,7 +16,7 @@ import torch
 from fc_optim.audit.layers import kind_of
 from fc_optim.audit.readers import inside, open_checkpoint, open_dcp
 from fc_optim.audit.stored import DEEPSPEED_CLASSES, BadCheckpoint, Stored, from_parts, load_pickle
-from fc_optim.naming import clean_name
+from fc_optim.params.names import clean_name
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 _FILES = ("optimizer.pt", "optimizer.bin", "optimizer_0.bin", "optimizer", "optimizer_0")

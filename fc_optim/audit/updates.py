@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fc_optim.audit.predict import Update
 from fc_optim.audit.stored import BadCheckpoint
-from fc_optim.muon import DEFAULTS, lr_ratio, orthogonalise
-from fc_optim.naming import param_id
+from fc_optim.params.names import param_id
+from fc_optim.update.muon import DEFAULTS, lr_ratio, orthogonalise
 
 if TYPE_CHECKING:
     from fc_optim.audit.states import Slot

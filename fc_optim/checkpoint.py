@@ -4,26 +4,22 @@ import copy
 import logging
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fc_optim.params import layouts as shards
-from fc_optim.params.collectives import take
+from fc_optim.params.collectives import copy_to_shard
 from fc_optim.params.names import GROUP_KEYS, STATE_KEYS
 from fc_optim.params.registry import Managed
-from fc_optim.update import foreign
-from fc_optim.update.plan import check_shape, complete_state, state_work
+from fc_optim.params.sources import is_sharded, layout_of, source_of, to_local
+from fc_optim.params.words import differing_words
+from fc_optim.update.plan import state_calls
+from fc_optim.update.state import EPOCH, check_shape, complete_state, id_tensor
+from fc_optim.weights import DITHERS, ROUNDING_SCHEME, ServedWeights, StateDict
 
-if TYPE_CHECKING:
-    from fc_optim.optimizer import FairCastOptimizer
-
-StateDict = dict[str, Any]
 logger = logging.getLogger("fc_optim")
 
-ROUNDING_SCHEME = 1  # the bit contract: counter layout, lane order, add and truncate
-DITHERS = ("fresh", "sync", "held")
 _OPTIONS = ("seed", "dither", "epoch", "served_version")
 # A group's own, never loaded over: they say what the group is, not how it is stepped.
 _KEPT = ("params", "param_names", "algorithm", "served_dtype", "decoupled_weight_decay")
@@ -43,43 +39,42 @@ def without_masters(state_dict: StateDict) -> StateDict:
     return {**state_dict, "state": state}
 
 
-def to_torch_state_dict(opt: "FairCastOptimizer") -> StateDict:
+def to_torch_state_dict(saved: StateDict, fused: bool) -> StateDict:
     """The state dict that the base optimizer alone would have saved (moments stay fp32).
 
     Parameters that were never stepped have no entry, as in torch.
     """
-    saved = opt.state_dict()
     state = {}
     for key, entry in saved["state"].items():
         own = {n: v for n, v in entry.items() if n not in STATE_KEYS}
-        steps = entry.get("step", entry.get("dither_step")) if opt.fused else None
+        steps = entry.get("step", entry.get("dither_step")) if fused else None
         if own and (steps is None or steps.item() != 0):
             state[key] = own
     groups = [{k: v for k, v in g.items() if k not in GROUP_KEYS} for g in saved["param_groups"]]
     return {"state": state, "param_groups": groups}
 
 
-def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
+def load_state(weights: ServedWeights, state_dict: StateDict) -> None:
     """`load_state_dict` without its hooks: validate everything, then change things."""
-    saved_groups, by_param = _matched(opt, state_dict)
+    saved_groups, by_param = _matched(weights, state_dict)
     by_param = {p: _cut(p, entry) for p, entry in by_param.items()}
-    for i, (group, saved) in enumerate(zip(opt.param_groups, saved_groups, strict=True)):
+    for i, (group, saved) in enumerate(zip(weights.groups, saved_groups, strict=True)):
         _check_group(i, group, saved)
     for p, entry in by_param.items():
-        _check_entry(opt.name_of(p), p, entry)
-    _refuse_some_masters(opt, by_param)
+        _check_entry(weights.registry.name_of(weights.groups, p), p, entry)
+    _refuse_some_masters(weights, by_param)
 
-    masters = _count_masters(opt)
-    _load_groups(opt, saved_groups)
-    for group in opt.param_groups:
-        fused = opt.fused and group["served_dtype"] is not None
+    masters = _count_masters(weights)
+    _load_groups(weights, saved_groups)
+    for group in weights.groups:
+        fused = weights.fused and group["served_dtype"] is not None
         for p in group["params"]:
-            old = opt.state.pop(p, {})
+            old = weights.state.pop(p, {})
             if p in by_param:
-                opt.state[p] = _load_entry(p, old, by_param[p], group, fused=fused)
+                weights.state[p] = _load_entry(p, old, by_param[p], group, fused=fused)
     own = set(chain.from_iterable(g["params"] for g in saved_groups))  # numbers, or names (DCP)
-    opt.state.update({k: v for k, v in state_dict["state"].items() if k not in own})
-    kept = _count_masters(opt)
+    weights.state.update({k: v for k, v in state_dict["state"].items() if k not in own})
+    kept = _count_masters(weights)
     if not by_param and any(g.get("served_version", 0) > 0 for g in saved_groups):
         logger.warning(
             "load_state_dict: the groups are of version %d, but the state of every parameter is "
@@ -90,11 +85,11 @@ def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
             "load_state_dict: the state has no master for %d parameters; theirs are made anew "
             "from the parameters.", masters - kept,
         )  # fmt: skip
-    if not opt.fused:
-        _warn_of_lost_buffers(opt)
-    restored = _adopt_ids(opt)
+    if not weights.fused:
+        _warn_of_lost_buffers(weights)
+    restored = _adopt_ids(weights)
     if restored:
-        changed, total = rewrite(opt, restored)
+        changed, total = rewrite(weights, restored)
         logger.info(
             "load_state_dict: %d parameters rewritten from their masters; %d of %d served words "
             "changed (%.3g %%)",
@@ -102,7 +97,7 @@ def load_state(opt: "FairCastOptimizer", state_dict: StateDict) -> None:
         )  # fmt: skip
 
 
-def rewrite(opt: "FairCastOptimizer", entries: list[Managed]) -> tuple[int, int]:
+def rewrite(weights: ServedWeights, entries: list[Managed]) -> tuple[int, int]:
     """Containers <- shadow of the masters; returns (words that changed, words)."""
     changed: list[Tensor] = []
     total = 0
@@ -110,32 +105,34 @@ def rewrite(opt: "FairCastOptimizer", entries: list[Managed]) -> tuple[int, int]
         if entry.param.is_meta:
             continue
         old = entry.local.clone()
-        for work in state_work(opt.context(), [entry]):
-            work.round()
-        changed.append(foreign.differing_words(old, entry.local))
+        for call in state_calls(weights.context(), [entry]):
+            call.round()
+        changed.append(differing_words(old, entry.local))
         total += old.numel()
-    opt.wrote([e for e in entries if not e.param.is_meta])
+    weights.wrote([e for e in entries if not e.param.is_meta])
     return int(sum(c.item() for c in changed)), total
 
 
-def _adopt_ids(opt: "FairCastOptimizer") -> list[Managed]:
+def _adopt_ids(weights: ServedWeights) -> list[Managed]:
     """Take the loaded identities; returns the parameters that have a master."""
-    entries = [e for e in opt.managed() if "master" in e.state]
+    entries = [e for e in weights.entries() if "master" in e.state]
     for e in entries:
-        if e.slot.flat:
+        e.identity.has_master = True
+        if e.identity.flat:
             e.state.pop("param_id", None)
         elif "param_id" in e.state:
-            e.slot.ids = (int(e.state["param_id"]),)
+            e.identity.ids = (int(e.state["param_id"]),)
         else:
-            e.state["param_id"] = id_tensor(e.slot.param_id)
-    opt.registry.lay_out(entries)
+            e.state["param_id"] = id_tensor(e.identity.param_id)
+    weights.registry.changes += 1
+    weights.registry.find_layouts(entries)
     for e in entries:
-        complete_state(e, opt.fused)
+        complete_state(e, weights.fused)
     return entries
 
 
 def _matched(
-    opt: "FairCastOptimizer", state_dict: StateDict
+    weights: ServedWeights, state_dict: StateDict
 ) -> tuple[list[dict[str, Any]], dict[Tensor, Mapping[str, Any]]]:
     """The saved groups, and the saved entry of each parameter that has one."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
@@ -144,7 +141,7 @@ def _matched(
             f"dict, found {sorted(map(str, state_dict))[:8] if state_dict else state_dict!r}."
         )
     saved = list(state_dict["param_groups"])
-    mine = [len(g["params"]) for g in opt.param_groups]
+    mine = [len(g["params"]) for g in weights.groups]
     theirs = [len(g["params"]) for g in saved]
     if mine != theirs:
         raise ValueError(
@@ -153,7 +150,7 @@ def _matched(
         )
     pairs = zip(
         chain.from_iterable(g["params"] for g in saved),
-        chain.from_iterable(g["params"] for g in opt.param_groups),
+        chain.from_iterable(g["params"] for g in weights.groups),
         strict=True,
     )
     entries = state_dict["state"]
@@ -162,17 +159,17 @@ def _matched(
 
 def _cut(param: Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """The entry of a sharded parameter, with this rank's part in place of whole tensors."""
-    if not shards.is_dtensor(param):
+    if not is_sharded(param):
         return entry
-    (piece,) = shards.layout_of(param, {}, "").pieces
+    (piece,) = layout_of(param, {}, "").pieces
 
     def part(key: str, value: Any) -> Any:
-        whole = isinstance(value, Tensor) and not shards.is_dtensor(value)
+        whole = isinstance(value, Tensor) and not is_sharded(value)
         if not whole or key in _SCALARS or value.shape != param.shape:
             return value
-        own = value.new_empty(shards.local(param).shape)
-        take(value.detach().contiguous().view(-1), piece.segments, out=own.view(-1))
-        return shards.like(param, own)
+        own = value.new_empty(to_local(param).shape)
+        copy_to_shard(value.detach().contiguous().view(-1), piece.segments, out=own.view(-1))
+        return source_of(param).from_local(param, own)
 
     return {k: part(k, v) for k, v in entry.items()}
 
@@ -205,7 +202,7 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, Tensor):
             check_shape(key, value, name, param)
-            if shards.is_dtensor(value) and value.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
+            if is_sharded(value) and value.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
                 raise ValueError(
                     f"state_dict: the {key} of {name!r} is on {value.device_mesh}, the parameter "  # type: ignore[attr-defined]
                     f"on {param.device_mesh}: load it with torch.distributed.checkpoint."  # type: ignore[attr-defined]
@@ -227,10 +224,10 @@ def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any]) -> None:
 
 
 def _refuse_some_masters(
-    opt: "FairCastOptimizer", by_param: Mapping[Tensor, Mapping[str, Any]]
+    weights: ServedWeights, by_param: Mapping[Tensor, Mapping[str, Any]]
 ) -> None:
     """Raise ValueError if the state has lost the masters of some parameters, not of all."""
-    managed = {e.param: e.slot.name for e in opt.managed()}
+    managed = {e.param: e.identity.name for e in weights.entries()}
     lost = [managed[p] for p, entry in by_param.items() if p in managed and "master" not in entry]
     if lost and any("master" in entry for entry in by_param.values()):
         raise ValueError(
@@ -240,16 +237,16 @@ def _refuse_some_masters(
         )
 
 
-def _count_masters(opt: "FairCastOptimizer") -> int:
+def _count_masters(weights: ServedWeights) -> int:
     """Of parameters with elements here: FSDP1 restores no state of the others."""
-    return sum("master" in own and p.numel() > 0 for p, own in opt.state.items())
+    return sum("master" in own and p.numel() > 0 for p, own in weights.state.items())
 
 
-def _warn_of_lost_buffers(opt: "FairCastOptimizer") -> None:
+def _warn_of_lost_buffers(weights: ServedWeights) -> None:
     """For an unfused optimizer whose own state was not saved, or not loaded."""
     names = [
-        e.slot.name
-        for e in opt.managed()
+        e.identity.name
+        for e in weights.entries()
         if e.group.get("momentum") != 0  # SGD has no state then
         and e.state.get("dither_step", 0) > 0
         and e.state.keys() <= set(STATE_KEYS)
@@ -261,11 +258,6 @@ def _warn_of_lost_buffers(opt: "FairCastOptimizer") -> None:
             "only what the optimizer holds: load before the first publish().",
             len(names), names[0],
         )  # fmt: skip
-
-
-def id_tensor(param_id: int) -> Tensor:
-    """An identity as per-parameter state: 0-d int64, on the host, which alone reads it."""
-    return torch.tensor(param_id, dtype=torch.int64, device="cpu")
 
 
 def _load_entry(
@@ -282,7 +274,9 @@ def _load_entry(
     """
     new = {}
     for key, value in saved.items():
-        if key == "dither_step" or (key == "step" and fused):
+        if key == EPOCH:
+            value = torch.as_tensor(value).to(torch.int64).reshape(())
+        elif key == "step" and fused:
             value = torch.as_tensor(value, dtype=torch.float32).reshape(())
         elif isinstance(value, Tensor) and value.is_floating_point() and key != "step":
             if group["served_dtype"] is None:
@@ -292,11 +286,13 @@ def _load_entry(
         # torch keeps the step of an unfused optimizer where it is; ids are only read on the host.
         stays = param.is_meta or key == "param_id" or (key == "step" and not fused)
         device = None if stays else param.device
-        if shards.is_dtensor(value) and old.get(key) is not value:
+        if is_sharded(value) and old.get(key) is not value:
             mine = old.get(key)
-            mine = None if mine is None else shards.local(mine)
-            own = _load_value(device, mine, shards.local(value))
-            new[key] = shards.like(param if value.shape == param.shape else value, own)
+            mine = None if mine is None else to_local(mine)
+            own = _load_value(device, mine, to_local(value))
+            new[key] = source_of(value).from_local(
+                param if value.shape == param.shape else value, own
+            )
         else:
             new[key] = _load_value(device, old.get(key), value)
     return new
@@ -323,8 +319,8 @@ def _load_value(device: torch.device | None, old: Any, value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _load_groups(opt: "FairCastOptimizer", saved_groups: list[dict[str, Any]]) -> None:
-    for group, saved in zip(opt.param_groups, saved_groups, strict=True):
+def _load_groups(weights: ServedWeights, saved_groups: list[dict[str, Any]]) -> None:
+    for group, saved in zip(weights.groups, saved_groups, strict=True):
         for key, value in saved.items():
             if key in _KEPT:
                 continue
@@ -335,4 +331,21 @@ def _load_groups(opt: "FairCastOptimizer", saved_groups: list[dict[str, Any]]) -
             else:
                 group[key] = tuple(value) if key == "betas" else copy.deepcopy(value)
     if saved_groups and all(k in saved_groups[0] for k in _OPTIONS):
-        opt.load_options(**{k: saved_groups[0][k] for k in _OPTIONS})
+        load_options(weights, **{k: saved_groups[0][k] for k in _OPTIONS})
+
+
+def load_options(
+    weights: ServedWeights, seed: int, dither: str, epoch: int, served_version: int
+) -> None:
+    """Continue a saved run: its seed, dither and counters win over the constructor's."""
+    for key, mine, theirs in (("seed", weights.seed, seed), ("dither", weights.dither, dither)):
+        if mine != theirs:
+            logger.warning(
+                "load_state_dict: %s=%r of the state replaces %r. To keep yours, set it in "
+                "every group of the state dict before loading.", key, theirs, mine,
+            )  # fmt: skip
+    weights.seed, weights.dither, weights.epoch = int(seed), dither, int(epoch)
+    weights.disagree()
+    # Monotonic: going back to an older state in this process is a new version for an engine.
+    older = int(served_version) < weights.version
+    weights.version = weights.version + 1 if older else int(served_version)

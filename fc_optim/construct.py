@@ -1,15 +1,17 @@
-"""How a FairCastOptimizer comes to be: option checks, the base instance, drop-in classes."""
+"""How a FairCastOptimizer comes to be: options, the base instance, drop-in classes, copies."""
 
+import copy
 import inspect
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from fc_optim.checkpoint import DITHERS
 from fc_optim.kernels.backends import BACKENDS
 from fc_optim.metrics.step import MODES
-from fc_optim.update.muon import lr_ratio
+from fc_optim.update.algorithms import ALGORITHMS, own_algorithm
+from fc_optim.update.unfused import own_attributes, take_over, taken_over
+from fc_optim.weights import DITHERS
 
 OPTIONS = ("seed", "dither", "masters", "backend", "fp32_grads", "metrics")
 _classes: dict[Any, type] = {}
@@ -57,58 +59,17 @@ def base_instance(
     return base
 
 
-def taken_over(*args: Any, **kwargs: Any) -> Any:
-    """What the inner optimizer's `step` and `load_state_dict` become."""
-    raise RuntimeError(
-        "this optimizer was wrapped by FairCastOptimizer, which owns its groups and state: call "
-        "step() or load_state_dict() of the FairCastOptimizer."
-    )
+def complete_group(group: dict[str, Any], base: type[Optimizer], fused: bool) -> None:
+    """Check a new parameter group and add the keys that it needs.
 
-
-TAKEN_OVER = ("step", "load_state_dict")
-
-# A scheduler that was attached to the inner optimizer checks for its mark.
-taken_over._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-
-def pack(base: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The inner optimizer as something to pickle: all its attributes but hooks and `step`.
-
-    torch's own pickling keeps groups and state only, which breaks LBFGS.
+    Raises ValueError for a `served_dtype`, `algorithm` or hyper-parameter that cannot be.
     """
-    return type(base), own_attributes(base)
-
-
-def own_attributes(opt: Optimizer) -> dict[str, Any]:
-    """An optimizer's attributes but hooks and the methods that were taken over."""
-    return {k: v for k, v in vars(opt).items() if k not in TAKEN_OVER and not k.endswith("_hooks")}
-
-
-def unpack(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
-    """The inner optimizer back from `pack`."""
-    base = object.__new__(cls)
-    base.__dict__.update(attributes)
-    Optimizer.__setstate__(base, {})  # its hooks; AdamW's own would look for `step` in all state
-    take_over(base)
-    return base
-
-
-def take_over(base: Optimizer) -> None:
-    """From now on the FairCastOptimizer alone steps and loads."""
-    vars(base).update(dict.fromkeys(TAKEN_OVER, taken_over))
-
-
-def set_algorithm(group: dict[str, Any], base: type[Optimizer], fused: bool) -> None:
-    """Complete the group key `algorithm`, and the hyper-parameters that the base does not have.
-
-    Raises ValueError for an algorithm that cannot be, or that cannot serve the group.
-    """
-    decoupled = group.get("decoupled_weight_decay", base is torch.optim.AdamW)
-    own = base.__name__.lower()
-    if fused and own != "muon":
-        own = "adamw" if decoupled else "adam"
+    group["served_dtype"] = served_dtype(group.get("served_dtype", torch.bfloat16))
+    if group.get("differentiable"):
+        raise ValueError("differentiable: True is not supported; masters are no graph nodes.")
+    own = own_algorithm(base, group, fused)
     algorithm = group.setdefault("algorithm", own)
-    allowed = tuple(_ALGORITHMS) if fused else (own,)
+    allowed = tuple(ALGORITHMS) if fused else (own,)
     if algorithm not in allowed:
         raise ValueError(f"algorithm: {algorithm!r} is none of {allowed} for {base.__name__}.")
     if not fused:
@@ -118,27 +79,8 @@ def set_algorithm(group: dict[str, Any], base: type[Optimizer], fused: bool) -> 
             f"algorithm: {algorithm!r} in a group with served_dtype=None, which {base.__name__} "
             "itself steps; leave it out there."
         )
-    for name, parameter in inspect.signature(_ALGORITHMS[algorithm]).parameters.items():
-        if parameter.default is not inspect.Parameter.empty:
-            group.setdefault(name, parameter.default)
-    if algorithm == "muon":
-        _check_muon(group)
-
-
-_ALGORITHMS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": torch.optim.Muon}
-
-
-def _check_muon(group: dict[str, Any]) -> None:
-    if group.get("maximize") or group.get("amsgrad"):
-        raise ValueError("maximize, amsgrad: Muon has neither; set them in Adam groups only.")
-    lr_ratio(group["adjust_lr_fn"], torch.Size((1, 1)))
-    for i, p in enumerate(group["params"]):
-        if p.requires_grad and p.ndim != 2:
-            name = group.get("param_names", {i: f"number {i} of its group"})[i]
-            raise ValueError(
-                f"params: {name!r} has shape {tuple(p.shape)}, but Muon takes matrices only; "
-                "fc_optim.muon_param_groups(model) sorts parameters."
-            )
+    ALGORITHMS[algorithm].complete_group(group)
+    ALGORITHMS[algorithm].check_group(group)
 
 
 def served_dtype(value: Any) -> str | None:
@@ -206,3 +148,63 @@ def _signature(
     merged += [mine[k] for k in OPTIONS if k not in theirs]
     merged = [p.replace(default=defaults.get(p.name, p.default)) for p in merged]
     return inspect.Signature(merged)
+
+
+# ---- Pickling and deepcopy
+
+# Made anew, or somebody else's (a scheduler's `step`, GradScaler's tensors).
+_TRANSIENT = ("_base_step", "_reported", "step", "grad_scale", "found_inf")
+
+
+def packed(opt: Any) -> dict[str, Any]:
+    """An optimizer's attributes as they travel.
+
+    The inner one as its class and attributes: torch's own pickling keeps groups and state only,
+    which breaks LBFGS.
+    """
+    state = {k: v for k, v in vars(opt).items() if k not in _TRANSIENT and "_hooks" not in k}
+    return {**state, "_base": (type(opt._base), own_attributes(opt._base))}
+
+
+def unpack_into(opt: Any, state: dict[str, Any]) -> None:
+    """The inverse of `packed`; also takes a state whose base is still an optimizer, as torch's."""
+    state = dict(state)
+    if isinstance(state.get("_base"), tuple):
+        state["_base"] = _unpacked_base(*state["_base"])
+    Optimizer.__setstate__(opt, state)
+    if "weights" in state:
+        opt.weights.attach(opt)
+        opt._attach(opt._base)
+        for group in opt.param_groups:
+            opt.weights.want_fp32_grads(group)
+
+
+def _unpacked_base(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
+    base = object.__new__(cls)
+    base.__dict__.update(attributes)
+    Optimizer.__setstate__(base, {})  # its hooks; AdamW's own would look for `step` in all state
+    take_over(base)
+    return base
+
+
+def reduced(opt: Any) -> tuple[Any, ...]:
+    """How an optimizer pickles. A class made by `drop_in` has no importable name in general: it
+    travels as what it was made with."""
+    cls = type(opt)
+    made = vars(cls).get("_made_with")
+    return (_new, (cls if made is None else cls.__base__, made), packed(opt))
+
+
+def deepcopy(opt: Any, memo: dict[int, Any]) -> Any:
+    """As unpickling, but bound to the copy of the model."""
+    make, args, state = reduced(opt)
+    memo[id(opt)] = twin = make(*args)
+    unpack_into(twin, copy.deepcopy(state, memo))
+    twin.weights.model = copy.deepcopy(opt.weights.model, memo)
+    return twin
+
+
+def _new(parent: type, made: tuple[type[Optimizer], dict[str, Any]] | None) -> Any:
+    """An uninitialised instance of `parent`, or of the drop-in class made from it."""
+    cls: Any = parent if made is None else drop_in(parent, made[0], **made[1])
+    return cls.__new__(cls)

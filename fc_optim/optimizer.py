@@ -1,39 +1,32 @@
 """FairCastOptimizer: params -> step() -> kernel -> shadow (= the parameter) -> served_params()."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from fc_optim import checkpoint, construct
-from fc_optim.copying import Copying
-from fc_optim.kernels.backends import backend_for
-from fc_optim.membership import Membership
-from fc_optim.metrics.precision import Reporting
-from fc_optim.metrics.step import Telemetry
-from fc_optim.params import layouts as shards
-from fc_optim.params.buffers import Buffers
-from fc_optim.params.registry import Managed, Registry, check_dtype
-from fc_optim.serving import evaluation
-from fc_optim.serving.stream import Serving
-from fc_optim.update import foreign
-from fc_optim.update.plan import (
-    Context,
-    complete_state,
-    new_master,
-    state_work,
-    update_work,
-)
+from fc_optim.metrics.precision import Report, report
+from fc_optim.metrics.step import StepMetrics, Telemetry
+from fc_optim.params.layouts import FlatPiece
+from fc_optim.params.registry import Managed
+from fc_optim.serving import evaluation, stream
+from fc_optim.serving.digests import Digest, sharded_digest
+from fc_optim.serving.stream import NamedTensors
+from fc_optim.update.plan import Plan
 from fc_optim.update.unfused import BaseStep
+from fc_optim.weights import ServedWeights
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
+logger = logging.getLogger("fc_optim")
 
 
-class FairCastOptimizer(Membership, Serving, Reporting, Copying):
+class FairCastOptimizer(Optimizer):
     """Keeps fp32 masters and leaves in every parameter their stochastically rounded bf16 image.
 
     Three ways to make one::
@@ -66,8 +59,10 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         **base_kwargs: the base's own arguments, which it validates itself.
     """
 
-    buffers: Buffers | None  # what a framework steps in place of parameters
-    early_state: dict[str, Any] | None  # loaded before it was known what the state is of
+    _base_cls: ClassVar[type[Optimizer] | None] = None
+    _made_with: ClassVar[tuple[type[Optimizer], dict[str, Any]] | None] = None
+    weights: ServedWeights
+    _base: Optimizer
 
     def __new__(cls, base: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         if cls._base_cls is None and isinstance(base, type) and params is None:
@@ -93,16 +88,9 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
     ):
         construct.check_options(seed, dither, masters, backend, fp32_grads, metrics)
         inner = construct.base_instance(base, params, args, base_kwargs)
-        self._seed, self._dither = seed, dither
-        self.masters, self.backend, self.fp32_grads = masters, backend, fp32_grads
+        self.masters = masters
         self.fused = type(inner) in _FUSED
         self._base = inner
-        self._epoch = self._served_version = 0
-        self._agreed = False
-        self.was_bound = False
-        self.registry = Registry()
-        self._telemetry = Telemetry(metrics)
-        self._reset_transient(inner)
         # As unpickling does: hooks, profiling, and the base's own groups and state.
         Optimizer.__setstate__(
             self,
@@ -110,9 +98,19 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         )
         for key in [k for k in vars(inner) if k.endswith("_hooks")]:
             vars(self)[key].update(vars(inner)[key])
+        self.weights = ServedWeights(
+            self, seed=seed, dither=dither, backend=backend, fused=self.fused, fp32_grads=fp32_grads
+        )
+        self._telemetry = Telemetry(metrics)
+        self._attach(inner)
         for group in self.param_groups:
             self._admit(group)
         construct.take_over(inner)
+
+    def _attach(self, base: Optimizer) -> None:
+        """What is made anew after unpickling."""
+        self._base_step = BaseStep(base)
+        self._reported = False
 
     # -- step ----------------------------------------------------------------------------------
 
@@ -123,45 +121,48 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         Weights that something else wrote since the last step become the masters first, with one
         warning. Returns the closure's loss, if there is one; a closure must not write weights.
         """
-        self._check_free("step()")
-        if self.registry.is_trial(self.param_groups):
+        weights = self.weights
+        weights.check_free("step()")
+        if weights.registry.is_trial(self.param_groups):
             return None
-        entries = self.registry.in_turn(self.param_groups, self.state)
-        if not all("master" in e.state for e in entries):
-            self._make_masters()
-            entries = self.registry.in_turn(self.param_groups, self.state)
-        loss = None
+        plan, loss = weights.plan(), None
         if closure is not None and self.fused:
             with torch.enable_grad():
                 loss = closure()
-        scale = getattr(self, "grad_scale", None)
-        if self.buffers is not None:
-            self._take_written(self.buffers.written(entries))
-        self._foreign.adopt(self.context(), entries)
-        self._before_update(entries)
+            plan = weights.plan()
+        entries = weights.registry.in_turn(self.param_groups, plan.entries)
+        weights.adopt_foreign(plan, entries)
+        self._log_report()
+        self._telemetry.begin(plan.context, entries)
+        moving = [e for e in entries if closure is not None or e.param.grad is not None]
         try:
             if self.fused:
-                self._step_fused(entries, scale)
+                self._step_fused(plan, entries)
             elif not self._skipped():
-                with self._telemetry.unfused(self.context(), entries, closure is not None):
-                    loss = self._base_step.run(
-                        self.param_groups, self.state, entries, self.context(), closure, scale
-                    )
+                loss = self._step_unfused(plan, entries, moving, closure)
         finally:  # an exception may have come after some of the weights were written
-            self.wrote(entries)
-            self._served_version += self.registry.begins(entries)
+            weights.wrote(moving)
+            weights.version += weights.registry.begins(entries)
         self._telemetry.end(entries)
         self._base._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
 
-    def _step_fused(self, entries: list[Managed], scale: Tensor | None) -> None:
-        found_inf = getattr(self, "found_inf", None)
-        works = update_work(self.context(), entries, scale, found_inf)
-        for work in self._telemetry.fused(works):
-            work.step()
+    def _step_fused(self, plan: Plan, entries: list[Managed]) -> None:
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for call in self._telemetry.fused(plan.updates(entries)):
+            call.step(scale, found_inf)
         excluded = [g for g in self.param_groups if g["served_dtype"] is None and g["params"]]
         if excluded and not self._skipped():
-            self._base_step.run(excluded, self.state, [], self.context(), grad_scale=scale)
+            self._base_step.run(excluded, self.state, [], plan.context, grad_scale=scale)
+
+    def _step_unfused(
+        self, plan: Plan, entries: list[Managed], moving: list[Managed], closure: Any
+    ) -> Any:
+        scale = getattr(self, "grad_scale", None)
+        with self._telemetry.unfused(plan.context, moving):
+            return self._base_step.run(
+                self.param_groups, self.state, entries, plan.context, closure, scale
+            )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -170,8 +171,10 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         Else it unscales gradients and skips steps itself, which others then see.
         """
         # FSDP1's scaler learns of other ranks' overflows only where it unscales itself.
-        flat = any(e.slot.layout.groups and not shards.is_dtensor(e.param)
-                   for e in self._with_master())  # fmt: skip
+        flat = any(
+            e.layout.groups and e.source.placements(e.param) is None
+            for e in self.weights.with_master()
+        )
         return bool(self.defaults.get("fused")) and not flat
 
     def _skipped(self) -> bool:
@@ -181,7 +184,6 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
 
     # -- publish and serve ---------------------------------------------------------------------
 
-    @torch.no_grad()
     def publish(self, redraw: bool = False) -> None:
         """Make masters where there are none and put the parameters on the bf16 grid. Idempotent.
 
@@ -189,21 +191,61 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         (other dithers: nothing). Call it so right before serving. Raises RuntimeError if weights
         were changed outside the optimizer.
         """
-        self._check_free("publish()")
-        self._make_masters()
-        if not self._agreed:
-            self.agree()
-            self._agreed = True
-        groups = self.registry.groups()
-        written: list[str] = []
-        if self.buffers is not None:
-            written = [*self.buffers.compare(self.managed()), *self.buffers.apart()]
-        self._foreign.refuse(self.context(), self.managed(), "publish()", groups, written)
-        if redraw and self.dither == "sync":
-            self._epoch += 1
-            self._served_version += 1
-            self._round(self.managed())
-            self._spread()
+        self.weights.publish(redraw)
+
+    def served_params(
+        self,
+        full: bool = True,
+        managed_only: bool = False,
+        tied: str = "once",
+        copy: bool = False,
+        bucket_bytes: int | None = None,
+    ) -> NamedTensors:
+        """Iterate over (name, tensor) as the rollout engine is to hold them.
+
+        With a bound model: every parameter in model order, managed ones in bf16, frozen and
+        excluded ones as they are. Without: the parameters of the groups. Names are cleaned of
+        wrapper prefixes.
+
+        Args:
+            full: whole parameters, gathered one at a time: every rank iterates to the end. False:
+                this rank's shards (flat runs of a flat parameter).
+            managed_only: leave out frozen and excluded parameters.
+            tied: "once" gives a tied parameter under its first name, "all" under each.
+            copy: give tensors of their own memory.
+            bucket_bytes: gather as many sharded parameters at once as fit in this.
+
+        With dither "sync", call `publish(redraw=True)` right before. The tensors are read-only and
+        valid until the next `step()`, unless `copy`. The iterator raises RuntimeError when it is
+        resumed after a step. Draws no random numbers. It keeps no reference to what it gave, so
+        beside the shards there is one whole parameter, or bucket, for each that the reader holds.
+        """
+        items = stream.publish_items((self.weights,), "served", managed_only, tied)
+        return stream.stream(items, (self.weights,), full, copy, bucket_bytes)
+
+    def master_params(
+        self,
+        full: bool = True,
+        managed_only: bool = False,
+        tied: str = "once",
+        copy: bool = False,
+        bucket_bytes: int | None = None,
+    ) -> NamedTensors:
+        """As `served_params`, with the fp32 masters in place of their shadows."""
+        items = stream.publish_items((self.weights,), "master", managed_only, tied)
+        return stream.stream(items, (self.weights,), full, copy, bucket_bytes)
+
+    def served_digest(self) -> Digest:
+        """The digest of `served_params()`; `fc_optim.digest` is the receiver's side.
+
+        Computed shard by shard: every rank calls it, nothing is gathered.
+        """
+        return sharded_digest(stream.publish_items((self.weights,), "served"))
+
+    @property
+    def served_version(self) -> int:
+        """Counts the versions of the served weights: +1 per `step()` and per redraw. Saved."""
+        return self.weights.version
 
     def masters_in_model(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model's forward runs on the fp32 masters.
@@ -212,97 +254,123 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         (bind it, so that frozen weights follow). Raises RuntimeError where the forward would
         round the masters (autocast, FSDP, DeepSpeed); `fc_optim.fp32_copy` works there.
         """
-        return evaluation.masters_in_model(self)
+        return evaluation.masters_in_model(self.weights)
 
     # -- foreign writes ------------------------------------------------------------------------
 
     def check(self) -> dict[str, int]:
         """Compare every parameter with its shadow: {name: elements that differ}, {} when sound."""
-        self._check_free("check()")
-        found = self._foreign.compare(self.context(), self._with_master())
-        return found | (self.buffers.compare(self._with_master()) if self.buffers else {})
+        return self.weights.check()
 
-    @torch.no_grad()
     def adopt_weights(self) -> None:
-        """Make what the parameters hold now the masters (moments stay), and publish them."""
-        self._check_free("adopt_weights()")
-        self._make_masters()
-        if self.buffers is not None:
-            self._take_written(self.managed())
-        self._foreign.adopt(self.context(), self.managed(), everything=True, warn=False)
-        self._round(self.managed())
-        self._spread()
+        """Make what the parameters hold now the masters (moments stay), and publish them.
+
+        Also the way to begin new masters after `state` was cleared.
+        """
+        self.weights.adopt()
         self._telemetry.restart()
 
-    @torch.no_grad()
     def restore_weights(self) -> None:
         """Write the shadow of the masters into the parameters, whatever they hold now."""
-        self._check_free("restore_weights()")
-        self._make_masters()
-        self._round(self._with_master())
-        self._spread()
+        self.weights.restore()
 
-    def _take_written(self, entries: list[Managed]) -> None:
-        """Buffers <- the model's weights, unless somebody wrote into the buffer itself."""
-        if entries and self.buffers is not None:
-            written = self._foreign.compare(self.context(), entries)
-            self.buffers.take([e for e in entries if e.slot.name not in written])
+    # -- parameters ----------------------------------------------------------------------------
 
-    def _spread(self) -> None:
-        """After a write that a framework does not know of: the buffers to the model's weights."""
-        if self.buffers is not None:
-            self.buffers.spread()
+    @property
+    def seed(self) -> int:
+        """The 64-bit key of the random bits. Fixed: the shadow in the parameters depends on it."""
+        return self.weights.seed
 
-    # -- masters and their shadow --------------------------------------------------------------
+    @property
+    def dither(self) -> str:
+        """The dither: "fresh", "sync" or "held". Fixed, as the seed is."""
+        return self.weights.dither
 
-    def context(self) -> Context:
-        """What the kernels' batches share."""
-        return Context(
-            seed=self.seed,
-            epoch={"fresh": None, "sync": self._epoch, "held": 0}[self.dither],
-            fused=self.fused,
-            backend_for=functools.partial(backend_for, self.backend),
-            caches=self._caches,
-        )
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that names were taken from by `bind`."""
+        return self.weights.model
 
-    @torch.inference_mode(False)  # a rollout's mode; its tensors could not be trained on
-    def _make_masters(self) -> None:
-        """Masters and state for every managed parameter that has none; their shadow too."""
-        new = [e for e in self.managed() if "master" not in e.state]
-        if not new:
-            return
-        self.registry.refuse_orphans(self.param_groups, self.state)
-        for e in new:
-            check_dtype(e.param, e.slot.name)
-            if e.param.is_meta:
-                raise RuntimeError(
-                    f"parameter {e.slot.name!r} is on the meta device: materialise the model "
-                    "(to_empty(), then load or initialise its weights) before the first step."
-                )
-        self.registry.refuse_shared(self.managed())
-        self.registry.lay_out(new)
-        for e in new:
-            e.state = self.state.setdefault(e.param, {})
-            e.state["master"] = new_master(e.param)
-            if not e.slot.flat:
-                e.state["param_id"] = checkpoint.id_tensor(e.slot.param_id)
-            complete_state(e, self.fused)
-        for group in self.param_groups:
-            self._want_fp32_grads(group)
-        self._round(new)
+    def managed(self) -> list[Managed]:
+        """The parameters under management, in group order."""
+        return self.weights.entries()
 
-    @torch.no_grad()
-    def _round(self, entries: list[Managed]) -> None:
-        for work in state_work(self.context(), entries):
-            work.round()
-        self.wrote(entries)
+    def bind(self, model: nn.Module) -> Self:
+        """Take names and order of `served_params()` from `model`. Random bits do not change.
 
-    def wrote(self, entries: list[Managed]) -> None:
-        """The parameters hold their shadow now."""
-        foreign.record(entries)
-        # Walking the model is for FSDP alone; DeepSpeed's buffers are none of its parameters.
-        if self.buffers is None and any(e.slot.layout.groups for e in entries):
-            shards.reshard(self.model)
+        Under DistributedDataParallel it is collective: replicas that were built differently are
+        refused, as `check_replicas` does it.
+
+        Raises ValueError if the optimizer trains none of the model's parameters. Returns self.
+        """
+        self.weights.bind(model)
+        return self
+
+    def check_replicas(self, groups: Sequence[Any] | None = None) -> None:
+        """Compare with other ranks what the shadow depends on. Collective; makes no masters.
+
+        The first `publish()` does it, over all groups that shard or replicate the parameters as
+        far as they are known. Raises RuntimeError on every rank if they disagree.
+        """
+        self.weights.check_replicas(groups)
+
+    agree = check_replicas  # its name in 0.1
+
+    def declare_flat(
+        self, param: Tensor, pieces: Sequence[FlatPiece], groups: Sequence[Any] = ()
+    ) -> None:
+        """Say which parameters a flat buffer holds, before its first step.
+
+        Random bits and names are then those of the parameters, as if nothing had been flattened.
+
+        Args:
+            param: a flat parameter of this optimizer, 1-D, as ZeRO and Megatron make them.
+            pieces: one per parameter that it is made of, in the same order on every rank of the
+                groups; `length` is 0 where this rank has none of it.
+            groups: process groups whose buffers together hold the whole parameters.
+
+        Raises ValueError for an unknown parameter, a piece out of bounds, a name that comes twice.
+        """
+        self.weights.declare_flat(param, pieces, groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Masters of the new parameters are made at the next publish or step."""
+        self._base.param_groups = self.param_groups  # somebody may have replaced the list
+        self._base.add_param_group(param_group)  # appends to the shared list, after its checks
+        try:
+            self._admit(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _admit(self, group: dict[str, Any]) -> None:
+        construct.complete_group(group, type(self._base), self.fused)
+        self.weights.stamp(group)
+        self.weights.admit(group)
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def metrics(self) -> StepMetrics:
+        """What the last `step()` did, with `metrics=True` or "all"; nothing waits until it is read.
+
+        Call it before the next step, or before weights are written, if that step is of interest.
+        Before the first step, and after `load_state_dict()` or `adopt_weights()`, nothing was
+        counted: n is 0, ratios are NaN. Raises RuntimeError if the optimizer does not count.
+        """
+        return self._telemetry.figures(self.weights.entries(), self.weights.version)
+
+    def report(self) -> Report:
+        """Which dtypes the masters, the forward, the gradients and the served copy have, by group.
+
+        `print()` shows a table; the logger "fc_optim" has it in one line (INFO) at the first step.
+        FSDP's and DDP's mixed precision are known once the model is bound.
+        """
+        return report(self.weights)
+
+    def _log_report(self) -> None:
+        if not self._reported and logger.isEnabledFor(logging.INFO):
+            logger.info(self.report().line())
+        self._reported = True
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -312,23 +380,11 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         Raises RuntimeError if weights were changed outside the optimizer: model and masters would
         be saved apart.
         """
-        self._check_free("state_dict()")
-        entries = self._with_master()
-        written = self.buffers.compare(entries) if self.buffers else ()
-        self._foreign.refuse(self.context(), entries, "state_dict()", written=written)
+        self.weights.check_free("state_dict()")
+        self.weights.check_unwritten("state_dict()")
         for group in self.param_groups:
-            self._stamp(group)
+            self.weights.stamp(group)
         return super().state_dict()
-
-    def _stamp(self, group: dict[str, Any]) -> None:
-        """Write what a resume needs into a group: always there, since DCP loads known keys only."""
-        group.update(
-            seed=self.seed,
-            dither=self.dither,
-            epoch=self._epoch,
-            served_version=self._served_version,
-            rounding_scheme=checkpoint.ROUNDING_SCHEME,
-        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -344,55 +400,33 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        self._check_free("load_state_dict()")
-        if self.registry.unknown(self.param_groups):
-            self.early_state = state_dict
+        self.weights.check_free("load_state_dict()")
+        if self.weights.registry.unknown(self.param_groups):
+            self.weights.early_state = state_dict
         else:
-            checkpoint.load_state(self, state_dict)
+            checkpoint.load_state(self.weights, state_dict)
         self._telemetry.restart()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def load_options(self, seed: int, dither: str, epoch: int, served_version: int) -> None:
-        """Continue a saved run: its seed, dither and counters win over the constructor's."""
-        for key, mine, theirs in (("seed", self.seed, seed), ("dither", self.dither, dither)):
-            if mine != theirs:
-                checkpoint.logger.warning(
-                    "load_state_dict: %s=%r of the state replaces %r. To keep yours, set it in "
-                    "every group of the state dict before loading.", key, theirs, mine,
-                )  # fmt: skip
-        self._seed, self._dither, self._epoch = int(seed), dither, int(epoch)
-        self._agreed = False
-        # Monotonic: going back to an older state in this process is a new version for an engine.
-        older = int(served_version) < self._served_version
-        self._served_version = self._served_version + 1 if older else int(served_version)
-
     def to_torch_state_dict(self) -> dict[str, Any]:
         """The way out: the state dict of the base optimizer alone (moments in fp32)."""
-        return checkpoint.to_torch_state_dict(self)
+        return checkpoint.to_torch_state_dict(self.state_dict(), self.fused)
 
-    def _reset_transient(self, base: Optimizer) -> None:
-        self._base_step = BaseStep(base)
-        self._foreign = foreign.ForeignWrites()
-        self._caches: dict[Any, dict[Any, Any]] = {}
-        self.buffers = self.early_state = None
-        self.model = None
-        self._busy: str | None = None
-        self._agreed = self._reported = False
+    # -- pickling and deepcopy -----------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
-        """While inside, everything that reads or writes the shadow refuses."""
-        self._check_free(what)
-        self._busy = what
-        try:
-            yield
-        finally:
-            self._busy = None
+    def __getstate__(self) -> dict[str, Any]:
+        return construct.packed(self)
 
-    def _check_free(self, what: str) -> None:
-        if self._busy:
-            raise RuntimeError(f"{what} inside {self._busy}: leave that context first.")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        construct.unpack_into(self, state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return construct.reduced(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As unpickling, but bound to the copy of the model."""
+        return construct.deepcopy(self, memo)
 
 
 def unwrap(optimizer: Any) -> Any:

@@ -55,10 +55,10 @@ def register(accelerator: Accelerator, optimizer: Any) -> FairCastOptimizer:
     inner = unwrap(optimizer)
     if not isinstance(inner, FairCastOptimizer):
         raise TypeError(f"optimizer: {type(inner).__name__} is not a FairCastOptimizer.")
-    inner.registry.refuse_orphans(inner.param_groups, inner.state)
+    inner.weights.registry.check_orphans(inner.param_groups, inner.state)
     inner.bind(_trained_model(accelerator, inner))
     if accelerator.num_processes > 1:  # DDP's wrapper is not among accelerate's models
-        inner.agree([torch.distributed.group.WORLD])
+        inner.check_replicas([torch.distributed.group.WORLD])
     _guard_load_state(accelerator, inner)
     return inner
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from fc_optim import checkpoint
+from fc_optim.integrations.deepspeed_params import partition
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.params.buffers import Buffers, FlatBuffer
-from fc_optim.params.layouts import FlatPiece, flat_layout
+from fc_optim.params.layouts import FlatPiece
 from fc_optim.params.names import clean_name
 
 MASTERS_MARK = "masters_in_fp32"  # group key of a checkpoint whose fp32 weights are the masters
@@ -104,7 +105,8 @@ def attach(engine: Any) -> FairCastOptimizer:
         )
     _refuse_settings(engine._config._param_dict)
     universal = engine.load_universal_checkpoint()
-    if opt.buffers is not None and not (universal and opt.check()):
+    weights = opt.weights
+    if weights.buffers is not None and not (universal and opt.check()):
         return opt
     if any(group["served_dtype"] is None for group in opt.param_groups):
         raise ValueError("served_dtype: None is not possible: DeepSpeed keeps all weights in bf16.")
@@ -117,20 +119,18 @@ def attach(engine: Any) -> FairCastOptimizer:
                 "Muon: ZeRO 1 to 3 cut matrices anywhere, and a fragment must never be "
                 "orthogonalised. Use ZeRO 0, fully_shard (FSDP2), or Adam for these groups."
             )
-    early = opt.early_state
-    opt.early_state = None
+    early, weights.early_state = weights.early_state, None
     if universal and any(opt.state.values()):
         _finish_universal_load(opt)
     else:
-        opt.state.clear()
+        opt.state.clear()  # of DeepSpeed's trial step
     loaded = bool(opt.state) or early is not None
-    opt.step_buffers(engine.module, buffers)
-    _find_frozen(engine, opt, buffers.groups)
+    weights.step_buffers(engine.module, buffers)
     if not loaded:
         _copy_from_module(buffers.all)
     if early is not None:
         with _all_in_groups(opt, buffers.all):
-            checkpoint.load_state(opt, early)
+            checkpoint.load_state(weights, early)
     if loaded:
         opt.restore_weights()
     opt.publish()
@@ -165,7 +165,9 @@ def _finish_universal_load(opt: FairCastOptimizer) -> None:
         state.pop("master", None)
         state.update({k: v.clone() for k, v in state.items()})  # stage 3 shares one `step`
     saved = opt.param_groups[0]
-    opt.load_options(**{k: saved[k] for k in ("seed", "dither", "epoch", "served_version")})
+    checkpoint.load_options(
+        opt.weights, **{k: saved[k] for k in ("seed", "dither", "epoch", "served_version")}
+    )
 
 
 @contextlib.contextmanager
@@ -263,7 +265,7 @@ def _stage3_buffers(zero: Any, names: dict[Any, str]) -> Buffers:
                     f"engine: {names[p]} is partitioned over a group of its own, which is not "
                     "supported."
                 )
-            start, length = _partition(p)
+            start, length = partition(p)
             where = offset if length else 0
             pieces.append((p, FlatPiece(names[p], p.ds_shape, start, length, where)))
             offset += p.ds_tensor.numel()
@@ -288,13 +290,6 @@ def _at(tensors: Any, *where: int) -> Callable[[], Tensor]:
     return lambda: functools.reduce(operator.getitem, where, tensors)
 
 
-def _partition(p: Any) -> tuple[int, int]:
-    """Which elements of a parameter this rank's ZeRO-3 partition has: (start, length)."""
-    size = p.ds_tensor.numel()
-    start = min(torch.distributed.get_rank(p.ds_process_group) * size, p.ds_numel)
-    return start, min(size, p.ds_numel - start)
-
-
 @torch.no_grad()
 def _to_copies(buffers: Sequence[FlatBuffer]) -> None:
     for b in buffers:
@@ -306,14 +301,6 @@ def _copy_from_module(buffers: Sequence[FlatBuffer]) -> None:
     """Buffers <- the module's own weights: a late load may lie between them."""
     for b in buffers:
         b.tensor.copy_(b.copy())
-
-
-def _find_frozen(engine: Any, opt: FairCastOptimizer, groups: Sequence[Any]) -> None:
-    """Where the frozen parameters of stage 3 sit: they are partitioned as well."""
-    for name, p in engine.module.named_parameters():
-        if hasattr(p, "ds_tensor") and p not in opt.registry.inside:
-            piece = FlatPiece(name, p.ds_shape, *_partition(p), 0)
-            opt.registry.known[p] = flat_layout([piece], groups)
 
 
 def trainer_callback(trainer: Any) -> Any:

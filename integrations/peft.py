@@ -106,7 +106,7 @@ def _merge(
             if rounding == "nearest":
                 tensor = tensor.bfloat16()
             else:
-                t = optimizer.context().epoch
+                t = optimizer.weights.context().epoch
                 t = optimizer.served_version if t is None else t
                 tensor = stochastic_round(
                     tensor, seed=optimizer.seed, param_id=param_id(f"{base}.weight"), t=t % 2**32

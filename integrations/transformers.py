@@ -9,7 +9,7 @@ from torch import Tensor
 from fc_optim.integrations.needs import needs
 from fc_optim.metrics.formulas import Movement, MovementTracker
 from fc_optim.optimizer import FairCastOptimizer, unwrap
-from fc_optim.params.layouts import local
+from fc_optim.params.sources import to_local
 
 with needs("transformers", "5.19"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -92,5 +92,5 @@ def _weights(optimizer: FairCastOptimizer) -> tuple[dict[str, Tensor], dict[str,
     A parameter of fp32 holds bf16 values, as it is served.
     """
     entries = [e for e in optimizer.managed() if e.local.numel()]
-    masters = {e.slot.name: local(e.state["master"]) for e in entries}
-    return masters, {e.slot.name: e.local for e in entries}
+    masters = {e.identity.name: to_local(e.state["master"]) for e in entries}
+    return masters, {e.identity.name: e.local for e in entries}

@@ -11,7 +11,7 @@ from fc_optim.integrations.needs import needs
 from fc_optim.integrations.transformers import FairCastCallback, trained_by
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.params.registry import check_dtype
-from fc_optim.serving.stream import list_items
+from fc_optim.serving.stream import publish_items
 from fc_optim.sync.manifests import Manifest, entry
 from fc_optim.sync.sync import Engine, Sync, WatchingEngine
 
@@ -75,7 +75,7 @@ def register(trainer: Trainer, *, verify: bool = True) -> FairCastOptimizer:
     _refuse(trainer)
     optimizer = _optimizer_of(trainer)
     for managed in optimizer.managed():
-        check_dtype(managed.param, managed.slot.name)
+        check_dtype(managed.param, managed.identity.name)
     model: Any = trainer.model
     if not trainer.is_fsdp_enabled:  # else its parameters are still to be sharded
         optimizer.bind(model)
@@ -292,7 +292,7 @@ def _colocated(
     engine = OfflineEngine(generation.llm)
 
     def expect(sent: Manifest) -> None:
-        items = list_items(optimizer.model, (optimizer,), "served")  # frozen ones fuse with others
+        items = publish_items((optimizer.weights,), "served")  # frozen ones fuse with others
         every = {i.name: entry(i.dtype, i.piece.shape, None) for i in items}
         engine.watch(iter(()), Manifest(sent.version, every))
 

@@ -35,7 +35,7 @@ from fc_optim.integrations.vllm_layout import (
 )
 from fc_optim.integrations.vllm_plugin import keep_plain_weights as keep_plain_weights
 from fc_optim.optimizer import FairCastOptimizer
-from fc_optim.serving.stream import list_items
+from fc_optim.serving.stream import publish_items
 from fc_optim.sync.manifests import Entry, Manifest
 from fc_optim.sync.patches import Patch
 from fc_optim.sync.sync import Engine, Sync
@@ -69,7 +69,7 @@ class ServedSource(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         """Names, dtypes and whole shapes, in the order of iteration; gathers nothing."""
-        items = list_items(self._optimizer.model, (self._optimizer,), "served")
+        items = publish_items((self._optimizer.weights,), "served")
         return [ParamMeta(i.name, i.dtype, tuple(i.piece.shape)) for i in items]
 
     def __iter__(self) -> Weights:

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 import fc_optim
-from fc_optim.update.plan import step_key
 
 
 def tiny(dtype=torch.float32, seed=0) -> nn.Sequential:
@@ -62,9 +61,9 @@ def assert_equal_states(a, b):
 def assert_invariant(opt):
     """Every managed parameter is the rounded image of its master."""
     for e in opt.managed():
-        t = {"fresh": int(e.state[step_key(e, opt.fused)]), "held": 0}[opt.dither]
+        t = {"fresh": int(e.state[EPOCH]), "held": 0}[opt.dither]
         want = fc_optim.stochastic_round(
-            e.state["master"], seed=opt.seed, param_id=e.slot.param_id, t=t
+            e.state["master"], seed=opt.seed, param_id=e.identity.param_id, t=t
         )
         assert torch.equal(e.param.detach().to(torch.bfloat16), want)
         assert torch.equal(e.param.detach().float(), want.float())

@@ -1,60 +1,14 @@
-"""What an optimizer says of itself: step metrics, and which dtype is where in each group."""
+"""Which dtype is where in each parameter group: what an optimizer reports of itself."""
 
-import logging
-import sys
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from fc_optim.metrics.step import StepMetrics, Telemetry
-from fc_optim.params.registry import Managed
-from fc_optim.update.plan import Context
-
-logger = logging.getLogger("fc_optim")
-
-
-class Reporting(Optimizer):
-    """The part of `FairCastOptimizer` that says what it does."""
-
-    model: nn.Module | None
-    _served_version: int
-    _telemetry: Telemetry
-    _reported: bool
-
-    def managed(self) -> list[Managed]:
-        raise NotImplementedError
-
-    def context(self) -> Context:
-        raise NotImplementedError
-
-    def metrics(self) -> StepMetrics:
-        """What the last `step()` did, with `metrics=True` or "all"; nothing waits until it is read.
-
-        Call it before the next step, or before weights are written, if that step is of interest.
-        Before the first step, and after `load_state_dict()` or `adopt_weights()`, nothing was
-        counted: n is 0, ratios are NaN. Raises RuntimeError if the optimizer does not count.
-        """
-        if not self._telemetry.mode:
-            raise RuntimeError("metrics(): build the optimizer with metrics=True or metrics='all'.")
-        return self._telemetry.figures(self.managed(), self._served_version)
-
-    def report(self) -> "Report":
-        """Which dtypes the masters, the forward, the gradients and the served copy have, by group.
-
-        `print()` shows a table; the logger "fc_optim" has it in one line (INFO) at the first step.
-        FSDP's and DDP's mixed precision are known once the model is bound.
-        """
-        return Report(tuple(_rows(self)), self.dither, self.seed)  # type: ignore[attr-defined]
-
-    def _before_update(self, entries: list[Managed]) -> None:
-        self._telemetry.begin(self.context(), entries)
-        if not self._reported and logger.isEnabledFor(logging.INFO):
-            logger.info(self.report().line())
-        self._reported = True
+from fc_optim.params import sources
+from fc_optim.weights import ServedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +67,24 @@ class Report:
         return f"{'; '.join(parts)}; dither {self.dither}, backend {', '.join(backends) or '-'}"
 
 
-def _rows(opt: Reporting) -> Iterable[GroupPrecision]:
+def report(weights: ServedWeights) -> Report:
+    """See `FairCastOptimizer.report`."""
+    return Report(tuple(_rows(weights)), weights.dither, weights.seed)
+
+
+def _rows(weights: ServedWeights) -> Iterable[GroupPrecision]:
     """Two for a group of which some parameters are managed and some are not."""
-    managed = {e.param: e for e in opt.managed()}
-    mixed = _mixed_precision(opt.model)
-    for number, group in enumerate(opt.param_groups):
+    managed = {e.param: e for e in weights.entries()}
+    backend_for = weights.context().backend_for
+    mixed = _mixed_precision(weights.model)
+    for number, group in enumerate(weights.groups):
         alone = [p for p in group["params"] if p.requires_grad and p not in managed]
         for params in ([p for p in group["params"] if p in managed], alone):
             if not params:
                 continue
             served = params[0] in managed
             devices = {p.device for p in params} if served else set()
-            backends = {_name_of(opt.context().backend_for(d)) for d in devices}
+            backends = {_name_of(backend_for(d)) for d in devices}
             sizes = [(managed[p].local if served else p).numel() for p in params]
             yield GroupPrecision(
                 group=number,
@@ -176,19 +136,7 @@ def _mixed_precision(model: nn.Module | None) -> dict[Tensor, torch.dtype]:
     if model is None:
         return found
     for module in model.modules():  # outer ones first: the innermost wrapper decides
-        dtype = _policy(module)
+        dtype = next((d for s in sources.active() if (d := s.forward_dtype(module))), None)
         if dtype is not None:
             found.update(dict.fromkeys(module.parameters(), dtype))
     return found
-
-
-def _policy(module: nn.Module) -> torch.dtype | None:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    policy: Any = None
-    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-        policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator, union-attr]
-    elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-        policy = module.mixed_precision
-    elif isinstance(module, nn.parallel.DistributedDataParallel):
-        policy = module.mixed_precision
-    return getattr(policy, "param_dtype", None)

@@ -20,9 +20,10 @@ from fc_optim.kernels import reference
 from fc_optim.kernels.batch import COUNTS, Batch, count_size, scattered_positions
 from fc_optim.metrics import formulas as metrics
 from fc_optim.params.collectives import comm_device, sum_
-from fc_optim.params.layouts import Group, local
+from fc_optim.params.layouts import Group
 from fc_optim.params.registry import Managed
-from fc_optim.update.plan import Context, Work, container_of, state_work
+from fc_optim.params.sources import to_local
+from fc_optim.update.plan import Context, KernelCall, container_of, state_calls
 
 MODES = (False, True, "all")
 SAMPLE = 1 << 15  # coordinates of which captured and lag are taken, in all ranks' shards together
@@ -239,46 +240,43 @@ class Telemetry:
         if not self.mode:
             return
         self._parts = []
-        key = [(e.slot.segments, e.slot.names, e.local.device, e.local.dtype) for e in entries]
+        key = [(e.segments, e.identity.names, e.local.device, e.local.dtype) for e in entries]
         if self._plan is None or self._plan.key != key:
             self._plan = _Plan(key, entries, self.mode == "all")
         if self._plan.sample is None and not _capturing():
             self._plan.sample = _Sample(context, entries)
 
-    def fused(self, works: list[Work]) -> list[Work]:
+    def fused(self, calls: list[KernelCall]) -> list[KernelCall]:
         """Give the batches of a fused step something to count into."""
         if not self.mode:
-            return works
-        for work in works:
-            batch = work.batch
+            return calls
+        for call in calls:
+            batch = call.batch
             if not batch.masters:
                 continue
             batch.count_all = self.mode == "all"
             size = sum(map(len, batch.segments)), len(COUNTS)
             batch.counts = torch.zeros(size, dtype=torch.int64, device=batch.masters[0].device)
             taken = None if batch.found_inf is None else batch.found_inf.reshape(()) == 0
-            self._parts.append(self._part(batch.counts, work.entries, taken))
-        return works
+            self._parts.append(self._part(batch.counts, call.entries, taken))
+        return calls
 
     @contextlib.contextmanager
-    def unfused(
-        self, context: Context, entries: Sequence[Managed], everything: bool
-    ) -> Iterator[None]:
-        """Count what the code inside does to the parameters with a gradient, or to all.
+    def unfused(self, context: Context, moving: Sequence[Managed]) -> Iterator[None]:
+        """Count what the code inside does to these parameters.
 
         In plain torch: it copies the counted elements first.
         """
         if not self.mode:
             yield
             return
-        moving = [e for e in entries if everything or e.param.grad is not None]
         before = self._values(context, moving)
         yield
         after = self._values(context, moving)
-        for (work, old), (_, new) in zip(before, after, strict=True):
+        for (call, old), (_, new) in zip(before, after, strict=True):
             rows = [reference.count_changes(a, b) for a, b in zip(old, new, strict=True)]
             if rows:  # padding alone has none
-                self._parts.append(self._part(torch.stack(rows), work.entries, None))
+                self._parts.append(self._part(torch.stack(rows), call.entries, None))
 
     def end(self, entries: Sequence[Managed]) -> None:
         """After a step: the figures are those of it from now on."""
@@ -289,6 +287,8 @@ class Telemetry:
 
     def figures(self, entries: Sequence[Managed], served_version: int) -> StepMetrics:
         """Of the last step; the served sample is gathered here."""
+        if not self.mode:
+            raise RuntimeError("metrics(): build the optimizer with metrics=True or metrics='all'.")
         plan, sampled = self._plan, self.mode != "all"
         if not self._stepped or plan is None:
             return StepMetrics(served_version, (), sampled)
@@ -298,12 +298,13 @@ class Telemetry:
 
     def _values(
         self, context: Context, entries: Sequence[Managed]
-    ) -> list[tuple[Work, list[tuple[Tensor, Tensor]]]]:
-        works = state_work(context, entries)
-        for work in works:
-            work.batch.count_all = self.mode == "all"
+    ) -> list[tuple[KernelCall, list[tuple[Tensor, Tensor]]]]:
+        calls = state_calls(context, entries)
+        for call in calls:
+            call.stage()
+            call.batch.count_all = self.mode == "all"
         return [
-            (w, [v for i in range(len(w.entries)) for v in _values_of(w.batch, i)]) for w in works
+            (c, [v for i in range(len(c.entries)) for v in _values_of(c.batch, i)]) for c in calls
         ]
 
     def _part(self, counts: Tensor, entries: Sequence[Managed], taken: Tensor | None) -> _Part:
@@ -316,21 +317,21 @@ class _Plan:
 
     def __init__(self, key: list[Any], entries: Sequence[Managed], count_all: bool) -> None:
         self.key, self._all = key, count_all
-        self.names = tuple(name for e in entries for name in e.slot.names)
-        self.groups = tuple(e.slot.layout.groups for e in entries for _ in e.slot.names)
-        ends = itertools.accumulate((len(e.slot.names) for e in entries), initial=0)
-        self._first = {id(e.slot): row for e, row in zip(entries, ends, strict=False)}
+        self.names = tuple(name for e in entries for name in e.identity.names)
+        self.groups = tuple(e.layout.groups for e in entries for _ in e.identity.names)
+        ends = itertools.accumulate((len(e.identity.names) for e in entries), initial=0)
+        self._first = {id(e.identity): row for e, row in zip(entries, ends, strict=False)}
         self._batches: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
         self.sample: _Sample | None = None
 
     def rows_and_sizes(self, entries: Sequence[Managed]) -> tuple[list[int], list[int]]:
         """Of each segment of a batch: its parameter's row of the table, its counted elements."""
-        batch = tuple(id(e.slot) for e in entries)
+        batch = tuple(id(e.identity) for e in entries)
         if batch not in self._batches:
             rows, sizes = [], []
             for e in entries:
-                for i, piece in enumerate(e.slot.layout.pieces):
-                    rows += [self._first[id(e.slot)] + i] * len(piece.segments)
+                for i, piece in enumerate(e.layout.pieces):
+                    rows += [self._first[id(e.identity)] + i] * len(piece.segments)
                     sizes += [s.numel if self._all else count_size(s) for s in piece.segments]
             self._batches[batch] = rows, sizes
         return self._batches[batch]
@@ -353,14 +354,14 @@ class _Sample:
     """A fixed sample of coordinates, evenly over all elements, whichever rank has them."""
 
     def __init__(self, context: Context, entries: Sequence[Managed]) -> None:
-        total = sum(piece.shape.numel() for e in entries for piece in e.slot.layout.pieces)
+        total = sum(piece.shape.numel() for e in entries for piece in e.layout.pieces)
         every = max(1, -(-total // SAMPLE))
         self._kinds: dict[Any, _Kind] = {}
         for i, e in enumerate(entries):
-            places = [scattered_positions(s, every) + s.offset for s in e.slot.segments]
+            places = [scattered_positions(s, every) + s.offset for s in e.segments]
             at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64, device="cpu")
             if at.numel():
-                key = e.local.device, e.local.dtype, _key(e.slot.layout.groups)
+                key = e.local.device, e.local.dtype, _key(e.layout.groups)
                 kind = self._kinds.setdefault(key, _Kind(context, key[0]))
                 kind.members.append(i)
                 kind.positions.append(at)
@@ -402,7 +403,7 @@ class _Kind:
 
     def take(self, entries: Sequence[Managed], masters: bool) -> Tensor:
         own = [entries[i] for i in self.members]
-        tensors = [local(e.state["master"]) for e in own] if masters else [e.local for e in own]
+        tensors = [to_local(e.state["master"]) for e in own] if masters else [e.local for e in own]
         tensors = [t if _plain(t, self._device) else container_of(t, self._device) for t in tensors]
         return self._backend.sample(tensors, self.positions, self._caches[masters])
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from fc_optim.params.collectives import differing
 from fc_optim.params.layouts import FlatPiece, Group
 from fc_optim.params.registry import Managed
-from fc_optim.serving.digests import mix
-from fc_optim.update.foreign import differing_words
+from fc_optim.params.words import WORDS, differing_words, mix
 
 _SAMPLE = 1024  # positions of a buffer that a step compares
 _CHUNK = 1 << 20  # elements: 8 MB of int64 temporaries
@@ -101,7 +100,7 @@ class Buffers:
         for buffer, e in zip(self._of(entries), entries, strict=True):
             end = _end(buffer)
             e.local.view(-1)[:end].copy_(_as_forwarded(buffer, whole)[:end])
-            e.slot.seen = None  # compare all of it
+            e.identity.seen = None  # compare all of it
 
     def _of(self, entries: Sequence[Managed]) -> list[FlatBuffer]:
         by_tensor = {buffer.tensor: buffer for buffer in self.all}
@@ -135,8 +134,7 @@ def _checksum(weight: Tensor) -> Tensor:
 
     A fraction of the work of a digest, since every `publish()` does it.
     """
-    as_int = torch.int16 if weight.dtype == torch.bfloat16 else torch.int32
-    words = weight.detach().contiguous().view(-1).view(as_int)
+    words = weight.detach().contiguous().view(-1).view(WORDS[weight.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for part in words.split(_CHUNK):
         total = total * 31 + (part.to(torch.int64) * _factors(words.device)[: len(part)]).sum()
@@ -150,5 +148,5 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def _differ(copy: Tensor, flat: Tensor) -> Tensor:
-    """How many elements differ in their bits: 0-d int64 on the host."""
-    return differing_words(copy.detach().to(flat.dtype), flat).cpu()
+    """How many elements differ in their bits: 0-d int64 on the device of `flat`."""
+    return differing_words(copy.detach().to(flat.dtype), flat)

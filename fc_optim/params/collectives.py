@@ -15,7 +15,7 @@ from fc_optim.params.layouts import Group, Piece
 _ALIGN = 16  # bytes: where a parameter of a bucket starts
 
 
-def place(whole: Tensor, part: Tensor, segments: Iterable[Segment]) -> None:
+def copy_from_shard(whole: Tensor, part: Tensor, segments: Iterable[Segment]) -> None:
     """Copy a rank's flat buffer to its places in a flat unsharded parameter."""
     for s in segments:
         rows = whole.as_strided(
@@ -24,8 +24,8 @@ def place(whole: Tensor, part: Tensor, segments: Iterable[Segment]) -> None:
         rows.copy_(part[s.offset : s.offset + s.numel].view(s.rows, s.inner))
 
 
-def take(whole: Tensor, segments: Sequence[Segment], out: Tensor) -> None:
-    """The inverse of `place`: fill a rank's flat buffer from a flat unsharded parameter."""
+def copy_to_shard(whole: Tensor, segments: Sequence[Segment], out: Tensor) -> None:
+    """The inverse of `copy_from_shard`: fill a rank's flat buffer from an unsharded parameter."""
     for s in segments:
         rows = whole.as_strided(
             (s.rows, s.inner), (s.row_stride, 1), whole.storage_offset() + s.base
@@ -57,7 +57,7 @@ def gather(
     found = []
     for (part, piece, dtype), start, size in zip(parts, starts, sizes, strict=False):
         whole = raw[start : start + size].view(dtype)
-        place(whole, part, piece.segments)
+        copy_from_shard(whole, part, piece.segments)
         found.append(whole.view(piece.shape))
     sum_(buffer, groups)
     return found
@@ -79,7 +79,7 @@ def anywhere(flag: bool, groups: Sequence[Group]) -> bool:
     return bool(count.item())
 
 
-def refuse_disagreement(options: Mapping[str, object], groups: Sequence[Group]) -> None:
+def check_agreement(options: Mapping[str, object], groups: Sequence[Group]) -> None:
     """Raise RuntimeError on every rank if replicas or shards were built with other options."""
     hashes = [
         int.from_bytes(hashlib.blake2b(repr(v).encode(), digest_size=8).digest(), "little") >> 1

@@ -1,71 +1,52 @@
 """Which parameters are managed, under which identity and name, and where their shards sit."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fc_optim.kernels.batch import Segment
-from fc_optim.params import layouts as shards
-from fc_optim.params.layouts import FlatPiece, Group, Layout, is_dtensor
+from fc_optim.params import sources
+from fc_optim.params.layouts import FlatPiece, Group, Layout, flat_layout, groups_of
 from fc_optim.params.names import clean_name, param_id
+from fc_optim.params.sources import ParameterSource, source_of
 
 CONTAINER_DTYPES = (torch.bfloat16, torch.float32)
-FLAT = "_flat_param"  # FSDP1's name for a flat parameter, in place of its originals' names
 
 Groups = Sequence[dict[str, Any]]
 
 
 @dataclass(slots=True)
-class Slot:
-    """A place in a parameter group: its identity and its label, whichever tensor is there now.
+class Identity:
+    """A place in a parameter group: who is there, whichever tensor it is now.
 
-    Frameworks swap parameters after the optimizer was built; the identity stays with the place.
-    `ids` and `names` have one entry per original parameter: several for a flat parameter.
-    `seen` is the parameter's fingerprint after the optimizer last wrote it (see `foreign`).
+    Frameworks exchange parameters after the optimizer was built; the identity stays with the place.
+
+    ids, names: one per original parameter: several for a flat buffer.
+    name: the label in messages.
+    tensor: the one that was last seen here. Not a weak reference: torch would refuse to swap it.
+    seen: the parameter's fingerprint after the optimizer last wrote it (see `update.foreign`).
+    has_master: a master was made or loaded, so that its absence is a loss.
     """
 
     ids: tuple[int, ...]
     names: tuple[str, ...]
     name: str
+    flat: bool = False  # a flat buffer: its ids follow from its names
+    tensor: Tensor | None = None
     seen: tuple[Any, ...] | None = None
     bound: bool = False  # the label is that of the bound model
-    flat: bool = False  # a flat buffer: its identities follow from its names
-    _cut: tuple[Any, ...] = (None, None, (), ())  # the tensor and ids that the rest is of
+    has_master: bool = False
 
     @property
     def param_id(self) -> int:
-        """The identity of a parameter that is not flat."""
+        """The id of a parameter that is not flat."""
         return self.ids[0]
 
-    def forget(self) -> None:
-        """Find out anew at the next `cut` how the parameter is cut."""
-        self._cut = (None, None, (), ())
 
-    def cut(self, param: Tensor, known: Mapping[Tensor, Layout]) -> None:
-        """Find out how `param`, the tensor that is here now, is cut."""
-        if self._cut[0] is not param or self._cut[2] != self.ids:
-            layout = shards.layout_of(param, known, self.name)
-            if len(layout.pieces) != len(self.ids):
-                raise RuntimeError(
-                    f"parameter {self.name!r}: a flat buffer does not say what it holds after "
-                    "pickling; call declare_flat() again."
-                )
-            self._cut = param, layout, self.ids, layout.segments(self.ids)
-
-    @property
-    def layout(self) -> Layout:
-        return self._cut[1]
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        return self._cut[3]
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Managed:
     """A parameter that is served through stochastic rounding, with everything it needs."""
 
@@ -73,19 +54,40 @@ class Managed:
     local: Tensor  # this rank's part of it: what kernels write
     state: dict[str, Any]
     group: dict[str, Any]
-    slot: Slot
+    identity: Identity
+    source: ParameterSource
+    layout: Layout = field(default=Layout(()))
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the unsharded parameter; of a flat buffer, of its first."""
+        return self.layout.pieces[0].shape
+
+    def find_layout(self, known: dict[Tensor, Layout]) -> None:
+        """Find out how the parameter is cut. Raises TypeError or RuntimeError if it cannot be."""
+        name, ids = self.identity.name, self.identity.ids
+        layout = sources.layout_of(self.param, known, name)
+        if len(layout.pieces) != len(ids):
+            raise RuntimeError(
+                f"parameter {name!r}: a flat buffer does not say what it holds after pickling; "
+                "call declare_flat() again."
+            )
+        self.layout, self.segments = layout, layout.segments(ids)
 
 
 class Registry:
-    """The slots of an optimizer, parallel to its parameter groups."""
+    """The identities of an optimizer, parallel to its parameter groups."""
 
     def __init__(self) -> None:
-        self._slots: list[list[Slot]] = []
+        self.identities: list[list[Identity]] = []
         self.known: dict[Tensor, Layout] = {}  # layouts that the tensors themselves do not show
-        self._replaced: dict[Tensor, tuple[dict[str, Any], Tensor, Slot]] | None = None
+        self.inside: dict[Tensor, tuple[Tensor, int]] = {}  # parameter -> flat buffer, its piece
+        self._buffers: dict[Tensor, tuple[dict[str, Any], Identity]] = {}  # see `replace`
         self._plain = False  # tensors that are no Parameters are what the user passed
-        self.inside: Any = WeakTensorKeyDictionary()  # parameter -> its flat buffer, its piece
-        self._first: Any = WeakTensorKeyDictionary()  # slots by the tensors that they began with
+        self.changes = 0  # grows with every change that the entries depend on
+
+    # -- who is there --------------------------------------------------------------------------
 
     def admit(self, group: dict[str, Any]) -> None:
         """Give the parameters of a new last group their identities.
@@ -96,10 +98,10 @@ class Registry:
         params, named = group["params"], group.get("param_names")
         if len(set(params)) != len(params):
             raise ValueError("params: a parameter comes twice in one group; pass tied ones once.")
-        first = sum(map(len, self._slots))
+        first = sum(map(len, self.identities))
         plain = (f"param.{first + i}" for i in range(len(params)))
         names = [clean_name(n) for n in named or plain]
-        taken = {slot.name for slots in self._slots for slot in slots}
+        taken = {i.name for of_group in self.identities for i in of_group}
         for name, p in zip(names, params, strict=True):
             if name in taken:
                 raise ValueError(
@@ -111,8 +113,8 @@ class Registry:
             if group["served_dtype"] is not None and p.requires_grad:
                 check_dtype(p, name)
         self._plain |= not all(isinstance(p, nn.Parameter) for p in params)
-        self._slots.append([_slot(name, p) for name, p in zip(names, params, strict=True)])
-        self._first.update(zip(params, self._slots[-1], strict=True))
+        self.identities.append([_identity(n, p) for n, p in zip(names, params, strict=True)])
+        self.changes += 1
 
     def unknown(self, groups: Groups) -> bool:
         """Whether a framework put buffers of its own into the groups and has not said of what.
@@ -120,10 +122,13 @@ class Registry:
         DeepSpeed's are plain tensors, in stage 3 they are there during a step only; whoever
         exchanges a parameter for another one (FSDP2) puts a Parameter there.
         """
-        if self._replaced is not None or self._plain:
+        if self._buffers or self._plain:
             return False
-        held = [p for g in groups for p in g["params"] if p not in self.known]
-        return not all(isinstance(p, nn.Parameter) for p in held)
+        return not all(
+            type(p) is nn.Parameter or p in self.known or isinstance(p, nn.Parameter)
+            for g in groups
+            for p in g["params"]
+        )
 
     def is_trial(self, groups: Groups) -> bool:
         """Whether a step is only DeepSpeed trying the optimizer out, before it says what it steps.
@@ -135,14 +140,11 @@ class Registry:
         grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
         return not any(bool(grad.any()) for grad in grads)
 
-    @staticmethod
-    def _sizes(groups: Groups) -> list[int]:
-        return [len(g["params"]) for g in groups]
-
-    def places(self, groups: Groups) -> Iterator[tuple[dict[str, Any], Tensor, Slot]]:
-        """Every (group, parameter, slot), in group order."""
-        if self._replaced is not None:
-            yield from self._replaced.values()
+    def places(self, groups: Groups) -> Iterator[tuple[dict[str, Any], Tensor, Identity]]:
+        """Every (group, parameter, identity), in group order."""
+        if self._buffers:
+            for tensor, (group, identity) in self._buffers.items():
+                yield group, tensor, identity
             return
         if self.unknown(groups):
             raise RuntimeError(
@@ -150,59 +152,85 @@ class Registry:
                 "their place. Under DeepSpeed, call "
                 "fc_optim.integrations.deepspeed.attach(engine) after initialize()."
             )
-        if self._sizes(groups) != list(map(len, self._slots)):
+        sizes, mine = [len(g["params"]) for g in groups], list(map(len, self.identities))
+        if sizes != mine:
             raise RuntimeError(
-                f"param_groups now have {self._sizes(groups)} parameters, they had "
-                f"{list(map(len, self._slots))}: parameters can be exchanged in place, not added "
-                "or removed; use add_param_group(), or build a new optimizer. Under DeepSpeed, "
-                "call fc_optim.integrations.deepspeed.attach(engine) after initialize()."
+                f"param_groups now have {sizes} parameters, they had {mine}: parameters can be "
+                "exchanged in place, not added or removed; use add_param_group(), or build a new "
+                "optimizer. Under DeepSpeed, call "
+                "fc_optim.integrations.deepspeed.attach(engine) after initialize()."
             )
-        for group, slots in zip(groups, self._slots, strict=True):
-            for p, slot in zip(group["params"], slots, strict=True):
-                yield group, p, slot
+        for group, identities in zip(groups, self.identities, strict=True):
+            for p, identity in zip(group["params"], identities, strict=True):
+                identity.tensor = p
+                yield group, p, identity
 
     def managed(self, groups: Groups, state: Mapping[Tensor, Any]) -> list[Managed]:
         """The parameters under management. Never adds to `state`: torch and DCP look for keys."""
-        return self._entries(self.places(groups), state)
+        entries = []
+        for group, p, identity in self.places(groups):
+            own = state.get(p, {})
+            if group["served_dtype"] is not None and (p.requires_grad or "master" in own):
+                source = source_of(p)
+                e = Managed(p, source.to_local(p), own, group, identity, source)
+                if own:
+                    e.find_layout(self.known)
+                entries.append(e)
+        return entries
 
-    def in_turn(self, groups: Groups, state: Mapping[Tensor, Any]) -> list[Managed]:
-        """Those of them that are in the groups now: DeepSpeed steps one buffer after another."""
-        if self._replaced is None:
-            return self.managed(groups, state)
-        held = [p for group in groups for p in group["params"]]
-        return self._entries((self._replaced[p] for p in held), state)
+    def in_turn(self, groups: Groups, entries: list[Managed]) -> list[Managed]:
+        """Those of the entries that are in the groups now.
+
+        DeepSpeed steps one buffer after another.
+        """
+        if not self._buffers:
+            return entries
+        held = {p for group in groups for p in group["params"]}
+        return [e for e in entries if e.param in held]
 
     def begins(self, entries: Sequence[Managed]) -> bool:
         """Whether the first buffer is among these: it is stepped once per step of the model."""
-        return self._replaced is None or next(iter(self._replaced)) in {e.param for e in entries}
+        return not self._buffers or next(iter(self._buffers)) in {e.param for e in entries}
 
-    def _entries(
-        self, places: Iterable[tuple[dict[str, Any], Tensor, Slot]], state: Mapping[Tensor, Any]
-    ) -> list[Managed]:
-        entries = []
-        for group, p, slot in places:
-            own = state.get(p, {})
-            if group["served_dtype"] is not None and (p.requires_grad or "master" in own):
-                entries.append(Managed(p, shards.local(p), own, group, slot))
-                if own:
-                    slot.cut(p, self.known)
-        return entries
-
-    def lay_out(self, entries: Sequence[Managed]) -> None:
+    def find_layouts(self, entries: Sequence[Managed]) -> None:
         """Find how new parameters are cut. Raises TypeError or RuntimeError if one cannot be."""
         for e in entries:
-            e.slot.cut(e.param, self.known)
-            if e.group["algorithm"] == "muon" and e.slot.layout.groups and not is_dtensor(e.param):
-                raise TypeError(
-                    f"parameter {e.slot.name!r} is part of a flat buffer, which cuts matrices "
-                    "anywhere: Muon needs whole ones. Use fully_shard (FSDP2), or Adam."
-                )
-            held, expected = e.local.numel(), sum(s.numel for s in e.slot.segments)
-            if held < expected or (held > expected and not e.slot.flat):  # flat ones are padded
+            e.find_layout(self.known)
+            held, expected = e.local.numel(), sum(s.numel for s in e.segments)
+            if held < expected or (held > expected and not e.identity.flat):  # flat: padded
                 raise RuntimeError(
-                    f"parameter {e.slot.name!r} has {held} elements here, its shard has "
+                    f"parameter {e.identity.name!r} has {held} elements here, its shard has "
                     f"{expected}: leave summon_full_params() and the like first."
                 )
+
+    def process_groups(self, groups: Groups) -> list[Group]:
+        """The process groups that hold the rest of any parameter, or copies of it.
+
+        Not those of DistributedDataParallel: one of its ranks may serve alone.
+        """
+        layouts = []
+        for group, p, identity in self.places(groups):
+            if group["served_dtype"] is not None and (p.requires_grad or identity.has_master):
+                layouts.append(sources.layout_of(p, self.known, identity.name))
+        return groups_of(layouts)
+
+    def name_of(self, groups: Groups, param: Tensor) -> str:
+        return next(identity.name for _, p, identity in self.places(groups) if p is param)
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def check_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
+        """Raise RuntimeError if masters belong to parameters that are in no group any more."""
+        held = {p for _, p, _ in self.places(groups)}
+        lost = sum("master" in own for p, own in state.items() if p not in held)
+        if lost:
+            raise RuntimeError(
+                f"{lost} parameters that have masters were replaced in param_groups, so their "
+                "masters would be lost. Replace parameters before the first publish() or step(), "
+                "or save state_dict() first and load it after."
+            )
+
+    # -- what frameworks and models say --------------------------------------------------------
 
     def replace(
         self,
@@ -215,64 +243,25 @@ class Registry:
 
         Identities are those of the parameters. Raises ValueError for one that was never here.
         """
-        lost = [p.name for first, p in pieces if first not in self._first]
+        first = {i.tensor: i for of_group in self.identities for i in of_group}
+        lost = [p.name for param, p in pieces if param not in first]
         if lost:
             raise ValueError(f"the optimizer was not built with {', '.join(lost[:8])}.")
         names = tuple(clean_name(p.name) for _, p in pieces)
-        ids = tuple(self._first[first].param_id for first, _ in pieces)
-        self._replaced = self._replaced or {}
-        label = names[0] if len(names) == 1 else f"buffer {len(self._replaced)} from {names[0]}"
+        ids = tuple(first[param].param_id for param, _ in pieces)
+        label = names[0] if len(names) == 1 else f"buffer {len(self._buffers)} from {names[0]}"
         self.known[tensor] = layout
-        for i, (first, _) in enumerate(pieces):
-            self.inside[first] = tensor, i
-        self._replaced[tensor] = group, tensor, Slot(ids, names, label, flat=True)
-
-    def groups(self) -> list[Group]:
-        """The process groups that hold the rest of any parameter, or copies of it.
-
-        Not those of DistributedDataParallel: one of its ranks may serve alone.
-        """
-        slots = [s for of_group in self._slots for s in of_group]
-        if self._replaced is not None:
-            slots = [slot for _, _, slot in self._replaced.values()]
-        layouts = [slot.layout for slot in slots if slot.layout]
-        return shards.groups_of(layouts)
-
-    def refuse_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
-        """Raise RuntimeError if masters belong to parameters that are in no group any more."""
-        held = {p for _, p, _ in self.places(groups)}
-        lost = sum("master" in own for p, own in state.items() if p not in held)
-        if lost:
-            raise RuntimeError(
-                f"{lost} parameters that have masters were replaced in param_groups, so their "
-                "masters would be lost. Replace parameters before the first publish() or step(), "
-                "or save state_dict() first and load it after."
-            )
-
-    def refuse_shared(self, entries: Sequence[Managed]) -> None:
-        """Raise ValueError if two parameters share memory: each would undo the other's step."""
-        owner: dict[int, str] = {}
-        for e in entries:
-            address = e.local.data_ptr()
-            if (
-                address
-                and e.local.numel()
-                and owner.setdefault(address, e.slot.name) != e.slot.name
-            ):
-                raise ValueError(
-                    f"params: {owner[address]!r} and {e.slot.name!r} share their memory; tie them "
-                    "by using one Parameter for both, and pass it once."
-                )
-
-    def name_of(self, groups: Groups, param: Tensor) -> str:
-        return next(slot.name for _, p, slot in self.places(groups) if p is param)
+        for i, (param, _) in enumerate(pieces):
+            self.inside[param] = tensor, i
+        self._buffers[tensor] = group, Identity(ids, names, label, flat=True, tensor=tensor)
+        self.changes += 1
 
     def declare_flat(
         self, groups: Groups, param: Tensor, pieces: Sequence[FlatPiece], over: Sequence[Group]
     ) -> None:
         """See `FairCastOptimizer.declare_flat`."""
-        slot = next((slot for _, p, slot in self.places(groups) if p is param), None)
-        if slot is None:
+        identity = next((i for _, p, i in self.places(groups) if p is param), None)
+        if identity is None:
             raise ValueError("param: it is in none of the optimizer's groups.")
         end = max((p.offset + p.length for p in pieces), default=0)
         if end > param.numel():
@@ -283,58 +272,73 @@ class Registry:
         names = tuple(clean_name(p.name) for p in pieces)
         if len(set(names)) != len(names):
             raise ValueError("pieces: a name comes twice; a buffer holds one run of a parameter.")
-        self.known[param] = shards.flat_layout(pieces, over)
-        slot.ids, slot.names, slot.flat = tuple(map(param_id, names)), names, True
-        slot.forget()
+        self.known[param] = flat_layout(pieces, over)
+        identity.ids, identity.names, identity.flat = tuple(map(param_id, names)), names, True
+        self.changes += 1
 
     def bind(self, groups: Groups, model: nn.Module) -> None:
-        """Take labels from `model`; identities stay. Raises ValueError if it shares nothing."""
+        """Take labels from `model`; ids stay. Raises ValueError if it shares nothing."""
         names: dict[Tensor, str] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             names.setdefault(p, clean_name(name))
-        places = [(p, slot) for _, p, slot in self.places(groups)]
+        places = [(p, identity) for _, p, identity in self.places(groups)]
         if not any(p in names for p, _ in places):
             raise ValueError(
                 "model: the optimizer trains none of its parameters; bind the model whose "
                 "parameters the optimizer was built from."
             )
-        self.known.update(shards.fsdp1_layouts(model))
-        for tensor, slot in places:
-            slot.bound = tensor in names
-            if slot.bound:
-                slot.name = names[tensor]
-                slot.names = tuple(own for own, _ in names_in(slot.name, tensor))
-            slot.forget()
+        self.known.update(sources.layouts_in(model))
+        for tensor, identity in places:
+            identity.bound = tensor in names
+            if identity.bound:
+                identity.name = names[tensor]
+                identity.names = tuple(own for own, _ in names_in(identity.name, tensor))
+        self.changes += 1
 
     def __getstate__(self) -> list[list[tuple[Any, ...]]]:
-        return [[(s.ids, s.names, s.name, s.flat) for s in slots] for slots in self._slots]
+        return [
+            [(i.ids, i.names, i.name, i.flat, i.has_master) for i in of_group]
+            for of_group in self.identities
+        ]
 
     def __setstate__(self, state: list[list[tuple[Any, ...]]]) -> None:
         self.__init__()  # type: ignore[misc]
         self._plain = True  # nobody knows any more
-        self._slots = [[Slot(i, names, n, flat=f) for i, names, n, f in slots] for slots in state]
+        self.identities = [
+            [Identity(ids, names, n, flat, has_master=m) for ids, names, n, flat, m in of_group]
+            for of_group in state
+        ]
 
 
-def names_in(name: str, param: Any, aliases: bool = False) -> list[tuple[str, int]]:
-    """The unsharded parameters that one parameter holds: (name, number of its piece).
-
-    Several in a flat parameter of FSDP1; with `aliases`, those tied to them as well.
-    """
-    if not hasattr(param, "_is_flat_param"):
-        return [(name, 0)]
-    prefix = name.removesuffix(FLAT) if name.endswith(FLAT) else name + "."
-    found = [(fqn, i) for i, fqn in enumerate(param._fqns)]
-    for tied in param._shared_param_infos if aliases else ():
-        first = f"{tied.prim_module_name}.{tied.prim_param_name}".removeprefix(".")
-        alias = f"{tied.module_name}.{tied.param_name}".removeprefix(".")
-        found.append((alias, param._fqns.index(first)))
-    return [(clean_name(prefix + fqn), i) for fqn, i in found]
+def names_in(name: str, param: Tensor, aliases: bool = False) -> list[tuple[str, int]]:
+    """The unsharded parameters that one parameter holds: (clean name, number of its piece)."""
+    return [(clean_name(n), i) for n, i in source_of(param).pieces(name, param, aliases)]
 
 
-def _slot(name: str, param: Tensor) -> Slot:
+def _identity(name: str, param: Tensor) -> Identity:
     names = tuple(own for own, _ in names_in(name, param))
-    flat = hasattr(param, "_is_flat_param")
-    return Slot(tuple(map(param_id, names)), names, name, flat=flat)
+    flat = source_of(param).is_flat(param)
+    return Identity(tuple(map(param_id, names)), names, name, flat, tensor=param)
+
+
+def check_memory(entries: Iterable[Managed]) -> None:
+    """Raise ValueError if two parameters share memory: each would undo the other's step.
+
+    Interleaved views (columns of one matrix) are told apart by where they begin alone.
+    """
+    held = [(e.local.data_ptr(), e) for e in entries if e.local.numel() and e.local.data_ptr()]
+    held.sort(key=lambda found: found[0])
+    end, last = {}, {}  # by device
+    for begin, e in held:
+        device = e.local.device
+        if begin < end.get(device, 0):
+            raise ValueError(
+                f"params: {last[device].identity.name!r} and {e.identity.name!r} share their "
+                "memory; tie them by using one Parameter for both, and pass it once."
+            )
+        dense = e.local.is_contiguous()
+        size = e.local.numel() if dense else 1
+        end[device], last[device] = begin + size * e.local.element_size(), e
 
 
 def check_dtype(param: Tensor, name: str) -> None:
@@ -347,15 +351,12 @@ def check_dtype(param: Tensor, name: str) -> None:
         )
     if param.layout != torch.strided:
         raise TypeError(f"parameter {name!r} is {param.layout}: only dense parameters are served.")
-    if shards.is_dtensor(param) and param.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
-        raise TypeError(
-            f"parameter {name!r} is on {param.device_mesh}, which this rank is not part of: build "  # type: ignore[attr-defined]
-            "the optimizer on the ranks of the mesh alone, from their parameters."
-        )
-    param = shards.local(param)
-    if any(stride == 0 and n > 1 for stride, n in zip(param.stride(), param.shape, strict=True)):
+    source = source_of(param)
+    source.check(param, name)
+    part = source.to_local(param)
+    if any(stride == 0 and n > 1 for stride, n in zip(part.stride(), part.shape, strict=True)):
         raise TypeError(f"parameter {name!r} is expanded (a stride is 0): make it contiguous().")
-    if param.is_inference():
+    if part.is_inference():
         raise TypeError(
             f"parameter {name!r} was made in inference mode and cannot be trained: build the model "
             "outside of it."

@@ -10,13 +10,13 @@ from torch import Tensor
 from fc_optim.kernels.batch import Segment
 from fc_optim.params.collectives import comm_device, sum_
 from fc_optim.params.layouts import Group
+from fc_optim.params.words import WORDS, mix
 
 if TYPE_CHECKING:
     from fc_optim.serving.stream import Item
 
 _CHUNK = 1 << 18  # elements: a few MB of int64 temporaries
 _MASK64 = 2**64 - 1
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Digest(NamedTuple):
@@ -106,10 +106,3 @@ def _index(s: Segment, per: int, device: torch.device) -> Tensor:
     """Flat indices of a segment's words in the unsharded parameter: int64, `[numel * per]`."""
     rows = torch.arange(s.rows, device=device) * (s.row_stride * per) + s.base * per
     return (rows[:, None] + torch.arange(s.inner * per, device=device)).view(-1)
-
-
-def mix(x: Tensor) -> Tensor:
-    """The splitmix64 finalizer (Steele et al. 2014) in wrapping int64 arithmetic."""
-    x = (x ^ (x >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ (x >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
-    return x ^ (x >> 31 & 2**33 - 1)

@@ -2,32 +2,32 @@
 
 import contextlib
 import copy as copy_module
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fc_optim.params import layouts as shards
-from fc_optim.params.registry import Managed
+from fc_optim.params import sources
 from fc_optim.serving.stream import Item, list_items, stream
+from fc_optim.update.state import MASTER
+from fc_optim.weights import ServedWeights
 
 if TYPE_CHECKING:
     from fc_optim.optimizer import FairCastOptimizer
 
 
 @contextlib.contextmanager
-def masters_in_model(opt: "FairCastOptimizer") -> Iterator[None]:
+def masters_in_model(weights: ServedWeights) -> Iterator[None]:
     """See `FairCastOptimizer.masters_in_model`."""
-    opt.publish()
-    entries = opt.managed()
-    _refuse_rounding_forward(opt.model, entries)
+    weights.publish()
+    entries, model = weights.entries(), weights.model
+    _check_forward(weights)
     swapped: list[tuple[Tensor, Tensor]] = []
     native = any(e.param.dtype == torch.bfloat16 for e in entries)
-    masters = {e.param: e.state["master"] for e in entries}
-    others = [*opt.model.parameters(), *opt.model.buffers()] if opt.model is not None else []
-    with opt.guarded("masters_in_model()"):
+    masters = {e.param: e.state[MASTER] for e in entries}
+    others = [*model.parameters(), *model.buffers()] if model is not None else []
+    with weights.guarded("masters_in_model()"):
         try:
             for t in [*masters, *(o for o in others if o not in masters)]:
                 if t in masters:
@@ -38,7 +38,7 @@ def masters_in_model(opt: "FairCastOptimizer") -> Iterator[None]:
                     t.data = t.data.float()
             versions = [t._version for t in masters]
             yield
-            written = [e.slot.name for e, v in zip(entries, versions, strict=True)
+            written = [e.identity.name for e, v in zip(entries, versions, strict=True)
                        if e.param._version != v]  # fmt: skip
         finally:
             for t, data in swapped:
@@ -50,22 +50,19 @@ def masters_in_model(opt: "FairCastOptimizer") -> Iterator[None]:
         )
 
 
-def _refuse_rounding_forward(model: nn.Module | None, entries: list[Managed]) -> None:
-    """Raise RuntimeError where a forward would round the masters again."""
-    device_types = {e.param.device.type for e in entries}
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrappers = tuple(
-        getattr(fsdp, n) for n in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, n)
-    )
+def _check_forward(weights: ServedWeights) -> None:
+    """Raise RuntimeError where a forward would not run on masters put into the parameters."""
+    params = [e.param for e in weights.entries()]
     reason = None
-    if any(torch.is_autocast_enabled(t) for t in device_types):
+    if any(torch.is_autocast_enabled(t) for t in {p.device.type for p in params}):
         reason = "autocast is active"
-    elif model is not None and any(isinstance(m, wrappers) for m in model.modules()):
-        reason = "the model is under FSDP"
-    elif any(e.slot.layout.groups or shards.is_dtensor(e.param) for e in entries):
+    elif weights.buffers is not None:
+        reason = "a framework steps buffers of its own in place of the parameters"
+    elif any(e.layout.groups for e in weights.entries()):
         reason = "parameters are sharded"
-    elif any(hasattr(e.param, "ds_id") or hasattr(e.param, "_ds_tensor") for e in entries):
-        reason = "the model is under DeepSpeed"
+    else:
+        found = (s.rounds_forward(weights.model, params) for s in sources.active())
+        reason = next((r for r in found if r), None)
     if reason:
         raise RuntimeError(
             f"masters_in_model(): {reason}, so the forward would not run on fp32 masters. "
@@ -91,37 +88,36 @@ def fp32_copy(
     """
     if which not in ("master", "served"):
         raise ValueError(f"which: {which!r} is neither 'master' nor 'served'.")
-    opt.publish()
-    shards.reshard(model)
-    managed = {e.param: e for e in opt.managed()}
+    weights = opt.weights
+    weights.publish()
+    sources.reshard(model)
+    managed = {e.param: e for e in weights.entries()}
     if not any(p in managed for p in model.parameters()):
         raise RuntimeError("fp32_copy: the optimizer trains none of the model's parameters.")
     if into is not None:
-        return _fill(into, list_items(model, (opt,), which, tied="all"), (opt,))
-    if shards.fsdp1_layouts(model) or any(map(shards.is_dtensor, model.parameters())):
+        return _fill(into, list_items(model, (weights,), which, tied="all"), (weights,))
+    if sources.layouts_in(model) or any(map(sources.is_sharded, model.parameters())):
         raise RuntimeError(
             "fp32_copy: the model is sharded and cannot be copied; pass into=, a new model of the "
             "same architecture without the sharding."
         )
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        value = managed[p].state["master"] if which == "master" and p in managed else p.detach()
+        value = managed[p].state[MASTER] if which == "master" and p in managed else p.detach()
         own = value.to(torch.float32 if p.is_floating_point() else p.dtype, copy=True)
         memo[id(p)] = nn.Parameter(own, requires_grad=False)
     return copy_module.deepcopy(model, memo).float().eval()
 
 
 @torch.no_grad()
-def _fill(
-    into: nn.Module, items: list[Item], optimizers: Sequence["FairCastOptimizer"]
-) -> nn.Module:
+def _fill(into: nn.Module, items: list[Item], owners: Sequence[ServedWeights]) -> nn.Module:
     params = dict(
         into.float().eval().requires_grad_(False).named_parameters(remove_duplicate=False)
     )
     missing = sorted(params.keys() - {i.name for i in items})
     if missing:
         raise ValueError(f"into: the trained model has no {', '.join(missing[:8])}.")
-    for name, value in stream(items, optimizers):
+    for name, value in stream(items, owners):
         if name in params:
             params[name].copy_(value)
     return into

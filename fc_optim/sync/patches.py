@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fc_optim.serving.digests import WORDS
+from fc_optim.params.words import WORDS
 from fc_optim.serving.stream import NamedTensors
 
 

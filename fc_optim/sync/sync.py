@@ -154,7 +154,7 @@ class Sync:
     def _items(self, which: str) -> list[Item]:
         opt = self.optimizer
         return list_items(
-            opt.model, (opt,), which,
+            opt.model, (opt.weights,), which,
             managed_only=self.send is not None, frozen_dtype=self.frozen_dtype,
         )  # fmt: skip
 
@@ -170,7 +170,7 @@ class Sync:
         if self.source is not None:
             weights = self.source()
         elif self.send is None:
-            weights = stream(items, (self.optimizer,), bucket_bytes=self.bucket_bytes)
+            weights = stream(items, (self.optimizer.weights,), bucket_bytes=self.bucket_bytes)
         error = None
         try:
             if self.send is not None:

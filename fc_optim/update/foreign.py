@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fc_optim.params.collectives import anywhere
-from fc_optim.params.layouts import Group, is_dtensor
+from fc_optim.params.layouts import Group
 from fc_optim.params.registry import Managed
-from fc_optim.update.plan import Context, Work, state_work
+from fc_optim.params.words import differing_words
+from fc_optim.update.plan import Context, KernelCall, state_calls
 
 REMEDIES = (
     "call adopt_weights() to make the new values the masters, or restore_weights() to put the "
@@ -23,14 +24,14 @@ REMEDIES = (
 )
 
 
-def record(entries: Iterable[Managed]) -> None:
+def record(entries: Sequence[Managed]) -> None:
     """Note that these parameters hold their shadow now; bumps their version counters."""
-    entries = list(entries)
     # Kernels write through raw pointers: autograd must learn of it (saved tensors are stale).
-    sharded = [e.local for e in entries if is_dtensor(e.param)]
-    torch.autograd.graph.increment_version([e.param for e in entries] + sharded)
+    written = [e.param for e in entries]
+    written += [e.local for e in entries if e.source.placements(e.param) is not None]
+    torch.autograd.graph.increment_version(written)
     for e in entries:
-        e.slot.seen = _fingerprint(e)
+        e.identity.seen = _fingerprint(e)
 
 
 class ForeignWrites:
@@ -40,12 +41,7 @@ class ForeignWrites:
         self._pending: list[tuple[Tensor, list[str], Any]] = []
 
     def adopt(
-        self,
-        context: Context,
-        entries: Sequence[Managed],
-        *,
-        everything: bool = False,
-        warn: bool = True,
+        self, calls: Sequence[KernelCall], *, everything: bool = False, warn: bool = True
     ) -> None:
         """Masters <- what was written; one warning names the parameters (`step()`'s way).
 
@@ -53,27 +49,29 @@ class ForeignWrites:
         """
         self._warn_pending(wait=False)
         adopted: list[str] = []
-        for work in state_work(context, entries):
-            moved = [i for i, e in enumerate(work.entries) if everything or _moved(e)]
-            flags = work.backend.flag_foreign(work.batch)
-            if moved:
-                flags[moved] = 1
+        for call in calls:
+            moved = [i for i, e in enumerate(call.entries) if everything or _moved(e)]
+            flags = call.flag_foreign()
             on_cpu = flags.device.type == "cpu"
+            if moved:
+                flags.index_fill_(0, _indices(moved, flags.device), 1)
             if on_cpu and not flags.any():
                 continue
-            counts = work.adopt(flags)
-            names = [e.slot.name for e in work.entries]
-            if on_cpu or moved:
+            counts = call.adopt(flags)
+            names = [e.identity.name for e in call.entries]
+            if on_cpu:
+                record([e for e, flag in zip(call.entries, flags.tolist(), strict=True) if flag])
                 adopted += _changed(counts, names)
-            elif not (counts.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._pending.append(_read_later(counts, names))
+            else:
+                record([call.entries[i] for i in moved])
+                self._keep(call, counts, names)
         if warn:
             _warn(adopted)
 
-    def refuse(
+    def check(
         self,
         context: Context,
-        entries: Sequence[Managed],
+        calls: Sequence[KernelCall],
         action: str,
         groups: Sequence[Group] = (),
         written: Iterable[str] = (),
@@ -87,7 +85,8 @@ class ForeignWrites:
         failed: Exception | None = None
         try:
             self._warn_pending(wait=True)
-            found = [*self.compare(context, self._suspects(context, entries)), *written]
+            self._warn_replays(calls)
+            found = [*compare(context, _suspects(calls)), *written]
         except Exception as error:
             failed = error
         if anywhere(bool(found or failed), groups):
@@ -99,27 +98,26 @@ class ForeignWrites:
                 "(The next step() would adopt them.)"
             )
 
-    def _suspects(self, context: Context, entries: Sequence[Managed]) -> list[Managed]:
-        suspects: list[Managed] = []
-        for work in state_work(context, entries):
-            flags = work.backend.flag_foreign(work.batch).tolist()
-            suspects += [e for e, f in zip(work.entries, flags, strict=True) if f or _moved(e)]
-        return suspects
+    def _keep(self, call: KernelCall, counts: Tensor, names: list[str]) -> None:
+        """Counts on a device, to be told once they are here; replays of a graph add them up."""
+        if not _capturing(counts.device):
+            if call.adopted is None:
+                call.adopted = torch.zeros_like(counts)
+            self._pending.append(_read_later(counts, names))
+        elif call.adopted is not None:  # a graph that is captured first has no memory outside
+            call.adopted += counts
 
-    def compare(self, context: Context, entries: Iterable[Managed]) -> dict[str, int]:
-        """Names and element counts of containers that differ from their shadows, fully compared."""
-        found = {}
-        for entry in entries:
-            for work in state_work(context, [entry], scratch=True):
-                count = _differing(work)
-                if count:
-                    found[entry.slot.name] = count
-                else:
-                    entry.slot.seen = _fingerprint(entry)
-        return found
+    def _warn_replays(self, calls: Sequence[KernelCall]) -> None:
+        """Report what replays of captured steps adopted. Waits for the device."""
+        for call in calls:
+            if call.adopted is not None and not _capturing(call.adopted.device):
+                _warn(_changed(call.adopted, [e.identity.name for e in call.entries]))
+                call.adopted.zero_()
 
     def _warn_pending(self, *, wait: bool) -> None:
         """Report adoptions of earlier steps whose counts have reached the host."""
+        if not self._pending or _capturing(torch.device("cuda")):
+            return  # an event may not be asked while a stream is being captured
         ready = [p for p in self._pending if wait or p[2].query()]
         self._pending = [p for p in self._pending if not any(p is r for r in ready)]
         for counts, names, event in ready:
@@ -127,36 +125,65 @@ class ForeignWrites:
             _warn(_changed(counts, names))
 
 
+def compare(context: Context, entries: Iterable[Managed]) -> dict[str, int]:
+    """Names and element counts of containers that differ from their shadows, fully compared."""
+    found = {}
+    for entry in entries:
+        for call in state_calls(context, [entry], scratch=True):
+            count = _differing(call)
+            if count:
+                found[entry.identity.name] = count
+            else:
+                entry.identity.seen = _fingerprint(entry)
+    return found
+
+
+def _suspects(calls: Sequence[KernelCall]) -> list[Managed]:
+    suspects: list[Managed] = []
+    for call in calls:
+        flags = call.flag_foreign().tolist()
+        suspects += [e for e, f in zip(call.entries, flags, strict=True) if f or _moved(e)]
+    return suspects
+
+
 def _fingerprint(entry: Managed) -> tuple[Any, ...]:
-    """A DTensor has two version counters: its own, and that of its local tensor."""
-    param, part = entry.param, entry.local
-    return (param._version, part._version, part.data_ptr(), part.dtype)
+    part = entry.local
+    return (entry.source.versions(entry.param, part), part.data_ptr(), part.dtype)
 
 
 def _moved(entry: Managed) -> bool:
-    return entry.slot.seen != _fingerprint(entry)
+    return entry.identity.seen != _fingerprint(entry)
 
 
-def differing_words(a: Tensor, b: Tensor) -> Tensor:
-    """How many elements of two containers differ in their bits: 0-d int64 on the device of `b`."""
-    as_int = torch.int16 if b.dtype == torch.bfloat16 else torch.int32
-    a = a.detach().to(b.device)
-    return (a.contiguous().view(as_int) != b.detach().contiguous().view(as_int)).sum()
-
-
-def _differing(work: Work) -> int:
-    (entry,), (scratch,) = work.entries, work.batch.containers
-    if entry.slot.flat:  # padding is nobody's
+def _differing(call: KernelCall) -> int:
+    (entry,), (scratch,) = call.entries, call.batch.containers
+    if entry.identity.flat:  # padding is nobody's
         scratch.copy_(entry.local)
-    work.backend.round_(work.batch)  # into scratch, not into the parameter
+    call.round()  # into scratch, not into the parameter
     return int(differing_words(entry.local, scratch))
 
 
+def _indices(moved: list[int], device: torch.device) -> Tensor:
+    """On the device, without waiting for it: from pinned memory."""
+    index = torch.tensor(moved, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return index.to(device, non_blocking=True)
+
+
+def _capturing(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.cuda.is_available()
+        and torch.cuda.is_current_stream_capturing()
+    )
+
+
 def _read_later(counts: Tensor, names: list[str]) -> tuple[Tensor, list[str], Any]:
-    host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
-    host.copy_(counts, non_blocking=True)
-    event = torch.Event(counts.device.type)
-    event.record()
+    """Zeros until the copy is done; the event is recorded where the counts are."""
+    host = torch.zeros(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
+    with torch.accelerator.device_index(counts.device.index):
+        host.copy_(counts, non_blocking=True)
+        event = torch.Event(counts.device.type)
+        event.record()
     return host, names, event
 
 
@@ -174,5 +201,5 @@ def _warn(names: list[str]) -> None:
         warnings.warn(
             f"weights changed outside the optimizer were adopted as masters: {_listed(names)}. "
             "If this was not meant, call restore_weights() before step().",
-            stacklevel=5,
+            stacklevel=6,
         )

@@ -1,316 +1,284 @@
-"""From parameters and their state to the batches that kernels take, and back."""
+"""What every step runs: kernel calls, worked out once for the same parameters, state and gradients.
 
-from collections.abc import Callable, Iterable, Iterator
+A `KernelCall` is one launch: the tensor lists of one dtype set on one device. A `Plan` keeps the
+calls of an optimizer and tells, by comparing identities and addresses, whether they still hold.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fc_optim.kernels.backends import Backend
-from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper
-from fc_optim.kernels.reference import canonical_bits
-from fc_optim.params.collectives import gather, take
-from fc_optim.params.layouts import is_dtensor, like, local, local_grad, placements
-from fc_optim.params.registry import CONTAINER_DTYPES, Managed, check_dtype
-from fc_optim.update.muon import lr_ratio, orthogonalise
+from fc_optim.kernels.batch import Batch
+from fc_optim.params.registry import CONTAINER_DTYPES, Managed
+from fc_optim.params.sources import is_sharded, source_of, to_local
+from fc_optim.update.algorithms import Algorithm, algorithm_of
+from fc_optim.update.state import EPOCH, MASTER, move_state, state_keys
 
-
-@dataclass(slots=True)
-class Work:
-    """A batch, the parameters it came from, and the backend that will run it.
-
-    Those without an element here (empty, or on other ranks) are not in the batch: `idle`.
-    """
-
-    batch: Batch
-    entries: list[Managed]
-    backend: Backend
-    idle: list[Managed] = field(default_factory=list)
-
-    def round(self) -> None:
-        """containers <- stochastic rounding of the masters."""
-        self.backend.round_(self.batch)
-        self._write_back()
-
-    def step(self) -> None:
-        """One step of the batch's algorithm, ending with the shadow."""
-        batch = self.batch
-        if "momentum_buffer" in _moments((self.entries or self.idle)[0]):
-            if self.entries:
-                self.backend.muon_momentum_(batch)
-            self._orthogonalise()
-            if self.entries:
-                self.backend.muon_update_(batch)
-        elif self.entries:
-            self.backend.adam_(batch)
-        self._write_back()
-        for e in self.idle:
-            taken = 1 if batch.found_inf is None else batch.found_inf.reshape(()) == 0
-            e.state[step_key(e, fused=True)] += taken
-
-    def _orthogonalise(self) -> None:
-        """updates <- this rank's part of Newton-Schulz of the whole matrices.
-
-        Every rank of a matrix's groups takes part, those without a row of it as well.
-        """
-        parts = {id(e): u for e, u in zip(self.entries, self.batch.updates, strict=True)}
-        for e in sorted(self.entries + self.idle, key=lambda e: e.slot.ids):
-            (piece,), groups = e.slot.layout.pieces, e.slot.layout.groups
-            part = parts.get(id(e))
-            flat = e.local.new_empty(0, dtype=torch.bfloat16) if part is None else part.view(-1)
-            whole = flat.view(-1)
-            if groups:
-                (whole,) = gather([(flat, piece, torch.bfloat16)], groups)
-            if part is not None:
-                done = orthogonalise(whole.view(piece.shape).to(flat.device), e.group)
-                take(done.view(-1), piece.segments, out=flat)
-
-    def adopt(self, flags: Tensor) -> Tensor:
-        """In flagged tensors, masters <- foreign elements, and their shadow; int64 counts."""
-        counts = self.backend.adopt_(self.batch, flags)
-        self._write_back()
-        return counts
-
-    def _write_back(self) -> None:
-        """Copy containers that had to be staged (strided, or state on another device)."""
-        for entry, container in zip(self.entries, self.batch.containers, strict=True):
-            if container.data_ptr() != entry.local.data_ptr():
-                entry.local.copy_(container)
+_SIGNATURES = 8  # sets of gradients whose calls are kept: experts that get none in some steps
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all batches of an optimizer share."""
+    """What all calls of an optimizer share. `epoch` is None where each state has its own."""
 
     seed: int
-    epoch: int | None  # None: fresh
+    epoch: int | None
     fused: bool
     backend_for: Callable[[torch.device], Backend]
-    caches: dict[Any, dict[Any, Any]]
+    shared: dict[Any, Any] = field(default_factory=dict, compare=False)  # the backends' own
 
 
-def new_master(param: Tensor) -> Tensor:
-    """A contiguous fp32 copy of a parameter, canonical and sharded as it is: the caller owns it."""
-    part = local(param)
-    master = part.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    make_canonical(master)
-    return like(param, master)
+@dataclass(slots=True)
+class KernelCall:
+    """The tensor lists of one launch, the parameters they came from, and who runs it.
 
-
-def make_canonical(master: Tensor) -> None:
-    """In place: NaNs and magnitudes as masters store them (see `reference.canonical_bits`)."""
-    bits = local(master).view(torch.int32)
-    bits.copy_(canonical_bits(bits))
-
-
-def step_key(entry: Managed, fused: bool) -> str:
-    """The state key of a parameter's own step count: torch's where the algorithm has one."""
-    return "step" if fused and entry.group["algorithm"] != "muon" else "dither_step"
-
-
-def complete_state(entry: Managed, fused: bool) -> None:
-    """Add what is missing of a parameter's state, and bring it to what the kernels read: fp32.
-
-    Raises ValueError for a moment of another shape.
+    members: all of them, in the order of every rank.
+    entries: those with elements on this rank; `idle` have none (empty, or on other ranks).
+    staged: kernels cannot take the containers, which are strided or not where the state is. They
+        get copies, made for each run and copied back.
     """
-    state, master = entry.state, entry.state["master"]
-    if not fused:
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-                state[key] = value.float()  # made for a bf16 parameter
-    step = step_key(entry, fused)
-    if step not in state:
-        state[step] = torch.zeros((), dtype=torch.float32, device=master.device)
-    elif state[step].dtype != torch.float32:
-        state[step] = state[step].to(torch.float32)
-    for key in _moments(entry) if fused else ():
-        value = state.get(key)
-        if value is None:
-            state[key] = like(entry.param, torch.zeros_like(local(master)))
-            continue
-        check_shape(key, value, entry.slot.name, entry.param)
-        if value.dtype != torch.float32 or not local(value).is_contiguous():
-            state[key] = like(entry.param, local(value).to(torch.float32).contiguous())
+
+    batch: Batch
+    members: list[Managed]
+    backend: Backend
+    algorithm: Algorithm | None = None
+    staged: bool = False
+    adopted: Tensor | None = None  # on a GPU: counts that captured steps add to
+    entries: list[Managed] = field(init=False)
+    idle: list[Managed] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.entries = [e for e in self.members if e.local.numel()]
+        self.idle = [e for e in self.members if not e.local.numel()]
+
+    def round(self) -> None:
+        """containers <- stochastic rounding of the masters."""
+        self.stage()
+        self.backend.round_(self.batch)
+        self._write_back()
+
+    def flag_foreign(self) -> Tensor:
+        """int32 `[entries]`: whether sampled elements are not their masters' shadow."""
+        self.stage()
+        flags = self.backend.flag_foreign(self.batch)
+        self._drop()
+        return flags
+
+    def adopt(self, flags: Tensor) -> Tensor:
+        """In flagged tensors, masters <- foreign elements, and their shadow; int64 counts."""
+        self.stage()
+        counts = self.backend.adopt_(self.batch, flags)
+        self._write_back()
+        return counts
+
+    def step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """One step of the algorithm, ending with the shadow. Takes the gradients that are there."""
+        batch, algorithm = self.batch, self.algorithm
+        assert algorithm is not None
+        grads = [e.source.local_grad(e.param) for e in self.members]  # may communicate
+        batch.grads = [
+            g if g.is_contiguous() and not g.is_neg() else _dense(g) for g in grads if g.numel()
+        ]
+        device = self.members[0].param.device
+        batch.grad_scale, batch.found_inf = on(grad_scale, device), on(found_inf, device)
+        self.stage()
+        algorithm.prepare(self)
+        algorithm.step(self)
+        self._write_back()
+        batch.grads = []  # the user's to free
+        for e in self.idle:
+            taken = 1 if batch.found_inf is None else batch.found_inf.reshape(()) == 0
+            for key in (EPOCH, "step")[: 1 + algorithm.has_step()]:
+                e.state[key] += taken
+
+    def stage(self) -> None:
+        """Give the kernels containers that they can take."""
+        if self.staged:
+            device = self.batch.masters[0].device
+            self.batch.containers = [container_of(e.local, device) for e in self.entries]
+
+    def _write_back(self) -> None:
+        if self.staged:
+            for entry, container in zip(self.entries, self.batch.containers, strict=True):
+                entry.local.copy_(container)
+            self._drop()
+
+    def _drop(self) -> None:
+        if self.staged:
+            self.batch.containers = []
 
 
-def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
-    """Raise ValueError unless a state tensor is shaped and cut as its parameter."""
-    if value.shape != param.shape:
-        raise ValueError(
-            f"state: the {key} of {name!r} has shape {tuple(value.shape)}, the parameter "
-            f"{tuple(param.shape)}: the state is of another model or another order of parameters, "
-            "or the parameter was replaced. Load the state that fits, or build a new optimizer."
-        )
-    if type(value) is Tensor and not is_dtensor(param):
-        return
-    mine, theirs = placements(param), placements(value)
-    if mine != theirs:
-        raise ValueError(
-            f"state: the {key} of {name!r} is cut as {theirs or 'a plain tensor'}, the parameter "
-            f"as {mine or 'a plain tensor'}: load it with torch.distributed.checkpoint, which "
-            "cuts it anew."
-        )
-    if local(value).shape != local(param).shape:  # as many rows for another number of ranks
-        raise ValueError(
-            f"state: this rank's part of the {key} of {name!r} has shape "
-            f"{tuple(local(value).shape)}, of the parameter {tuple(local(param).shape)}: it was "
-            "saved on another number of ranks. Load it with torch.distributed.checkpoint, which "
-            "cuts it anew."
-        )
-
-
-def _check_master(entry: Managed) -> None:
-    master = entry.state["master"]
-    check_shape("master", master, entry.slot.name, entry.param)
-    if master.dtype != torch.float32 or not local(master).is_contiguous():
-        raise TypeError(
-            f"state: the master of {entry.slot.name!r} is {master.dtype}, strides "
-            f"{master.stride()}: it must be contiguous float32. Something rewrote the state; load "
-            "it again with load_state_dict()."
-        )
-
-
-def _moments(entry: Managed) -> tuple[str, ...]:
-    if entry.group["algorithm"] == "muon":
-        return ("momentum_buffer",)
-    if entry.group["amsgrad"]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    return ("exp_avg", "exp_avg_sq")
-
-
-def state_work(
+def state_calls(
     context: Context, entries: Iterable[Managed], *, scratch: bool = False
-) -> list[Work]:
-    """Batches of masters and containers, for publishing and checking.
+) -> list[KernelCall]:
+    """Calls over masters and containers, for publishing and checking.
 
     With `scratch` the containers are copies, for comparing with what the model holds.
     """
 
-    def key(e: Managed) -> tuple:
-        return (e.state["master"].device, e.param.dtype)
+    def key(e: Managed) -> tuple[Any, ...]:
+        device = to_local(e.state[MASTER]).device
+        return (device, e.param.dtype, not scratch and is_staged(e, device))
 
-    works = []
-    for (device, dtype), part in _grouped((e for e in entries if e.local.numel()), key):
+    calls = []
+    for (device, _, staged), part in _grouped((e for e in entries if e.local.numel()), key):
+        own = [container_of(e.local, device, copy=True) if scratch else e.local for e in part]
         batch = Batch(
-            containers=[container_of(e.local, device, copy=scratch) for e in part],
-            masters=[local(e.state["master"]) for e in part],
-            segments=[e.slot.segments for e in part],
-            steps=[e.state[step_key(e, context.fused)].to(device) for e in part],
+            containers=[] if staged else own,
+            masters=[to_local(e.state[MASTER]) for e in part],
+            segments=[e.segments for e in part],
+            epochs=[e.state[EPOCH].to(device) for e in part],
             seed=context.seed,
             epoch=context.epoch,
-            cache={} if scratch else context.caches.setdefault(("state", device, dtype), {}),
-            shared=context.caches.setdefault(device, {}),
+            shared=context.shared.setdefault(device, {}),
         )
-        works.append(Work(batch, part, context.backend_for(device)))
-    return works
+        calls.append(KernelCall(batch, part, context.backend_for(device), staged=staged))
+    return calls
 
 
-def update_work(
-    context: Context,
-    entries: Iterable[Managed],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> list[Work]:
-    """Batches for one fused step of the parameters that have a gradient."""
+def update_calls(context: Context, entries: Sequence[Managed]) -> list[KernelCall]:
+    """Calls for fused steps of entries that have a gradient."""
 
-    def key(e: Managed) -> tuple:
+    def key(e: Managed) -> tuple[Any, ...]:
         assert e.param.grad is not None
-        return (e.param.device, e.param.dtype, e.param.grad.dtype, _moments(e))
+        algorithm = algorithm_of(e)
+        kind = algorithm.name, algorithm.moments(e.group)
+        staged = bool(e.local.numel()) and is_staged(e, e.param.device)
+        return (e.param.device, e.param.dtype, e.param.grad.dtype, staged, kind)
 
-    works = []
-    for keys, everyone in _grouped((e for e in entries if e.param.grad is not None), key):
-        device, moments = keys[0], keys[-1]
+    calls = []
+    for keys, everyone in _grouped(entries, key):
+        device, staged = keys[0], keys[3]
         for e in everyone:
             check_grad(e)
-            complete_state(e, fused=True)
-            _to_device(e.state, device)
-        grads = [local_grad(e.param) for e in everyone]  # of idle ones as well: may communicate
+        move_state(everyone, device)
+        algorithm = algorithm_of(everyone[0])
         part = [e for e in everyone if e.local.numel()]
         batch = Batch(
-            containers=[container_of(e.local, device) for e in part],
-            masters=[local(e.state["master"]) for e in part],
-            segments=[e.slot.segments for e in part],
-            steps=[e.state[step_key(e, fused=True)] for e in part],
+            containers=[] if staged else [e.local for e in part],
+            masters=[to_local(e.state[MASTER]) for e in part],
+            segments=[e.segments for e in part],
+            epochs=[e.state[EPOCH] for e in part],
+            steps=[e.state["step"] for e in part] if algorithm.has_step() else [],
             seed=context.seed,
             epoch=context.epoch,
-            grads=[_dense(grad) for grad in grads if grad.numel()],
-            grad_scale=_scalar_on(grad_scale, device),
-            found_inf=_scalar_on(found_inf, device),
-            cache=context.caches.setdefault(keys, {}),
-            shared=context.caches.setdefault(device, {}),
+            shared=context.shared.setdefault(device, {}),
         )
-        for name in moments:
-            setattr(batch, f"{name}s", [local(e.state[name]) for e in part])
-        if "momentum_buffer" in moments:
-            batch.updates = [torch.empty_like(m, dtype=torch.bfloat16) for m in batch.masters]
-            batch.muon_hypers = [_muon_hyper(e.group, _shape(e)) for e in part]
-        else:
-            groups = {id(e.group): e.group for e in part}
-            hypers = {key: _adam_hyper(group) for key, group in groups.items()}
-            batch.hypers = [hypers[id(e.group)] for e in part]
-        idle = [e for e in everyone if not e.local.numel()]
-        works.append(Work(batch, part, context.backend_for(device), idle))
-    return works
-
-
-def _shape(entry: Managed) -> torch.Size:
-    """The shape of the unsharded parameter."""
-    return entry.slot.layout.pieces[0].shape
+        for name in algorithm.moments(everyone[0].group):
+            setattr(batch, f"{name}s", [to_local(e.state[name]) for e in part])
+        backend = context.backend_for(device)
+        calls.append(KernelCall(batch, everyone, backend, algorithm, staged))
+    return calls
 
 
 def _grouped(
-    entries: Iterable[Managed], key: Callable[[Managed], tuple]
-) -> Iterator[tuple[tuple, list[Managed]]]:
-    groups: dict[tuple, list[Managed]] = {}
-    for entry in entries:
-        if entry.param.dtype not in CONTAINER_DTYPES:  # the rest was checked with its master
-            check_dtype(entry.param, entry.slot.name)
-        _check_master(entry)
-        groups.setdefault(key(entry), []).append(entry)
+    entries: Iterable[Managed], key: Callable[[Managed], tuple[Any, ...]]
+) -> Iterator[tuple[tuple[Any, ...], list[Managed]]]:
+    groups: dict[tuple[Any, ...], list[Managed]] = {}
+    for e in entries:
+        groups.setdefault(key(e), []).append(e)
     yield from groups.items()
 
 
-def _adam_hyper(group: dict[str, Any]) -> AdamHyper:
-    beta1, beta2 = group["betas"]
-    return AdamHyper(
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group["algorithm"] == "adamw",
-        maximize=group["maximize"],
-    )
+# ---- The plan
 
 
-def _muon_hyper(group: dict[str, Any], shape: torch.Size) -> MuonHyper:
-    return MuonHyper(
-        lr=group["lr"],
-        momentum=group["momentum"],
-        nesterov=group["nesterov"],
-        weight_decay=group["weight_decay"],
-        lr_ratio=lr_ratio(group["adjust_lr_fn"], shape),
-    )
+class Plan:
+    """The calls of one optimizer, until something that they rest on changes.
+
+    entries: all that are managed, with complete and checked state.
+    state: calls that round, compare or adopt all of them.
+    """
+
+    def __init__(self, context: Context, entries: list[Managed]) -> None:
+        self.context, self.entries = context, entries
+        self._keys = [itemgetter(*state_keys(e, context.fused)) for e in entries]
+        self.state = state_calls(context, entries)
+        self._parts: dict[tuple[int, ...], list[KernelCall]] = {}  # of `state`, for some entries
+        self._updates: dict[tuple[Any, ...], list[KernelCall]] = {}
+        self._seal()
+
+    def _seal(self) -> None:
+        """Note what the calls rest on."""
+        held = [t for keys, e in zip(self._keys, self.entries, strict=True) for t in keys(e.state)]
+        self._identities = list(map(id, held))
+        plain = [t for t in held if not is_sharded(t)]
+        self._plain = plain
+        self._sharded = [(source_of(t), t) for t in held if is_sharded(t)]
+        self._addresses = self._read_addresses()
+
+    def _read_identities(self) -> list[int]:
+        return [
+            id(t) for keys, e in zip(self._keys, self.entries, strict=True) for t in keys(e.state)
+        ]
+
+    def _read_addresses(self) -> list[int]:
+        return [
+            *map(Tensor.data_ptr, self._plain),
+            *(source.address(t) for source, t in self._sharded),
+        ]
+
+    def holds(self, context: Context, entries: list[Managed]) -> bool:
+        """Whether the calls are still of these entries, with the same state in the same memory."""
+        try:
+            return (
+                entries is self.entries
+                and context == self.context
+                and self._read_identities() == self._identities
+                and self._read_addresses() == self._addresses
+            )
+        except KeyError:  # somebody took a part of the state away
+            return False
+
+    def state_of(self, entries: list[Managed]) -> list[KernelCall]:
+        """The calls that compare or adopt these entries, which may be a part of all."""
+        if entries is self.entries:
+            return self.state
+        key = tuple(map(id, entries))
+        if key not in self._parts:
+            self._parts[key] = state_calls(self.context, entries)
+        return self._parts[key]
+
+    def updates(self, entries: Sequence[Managed]) -> list[KernelCall]:
+        """The calls of a fused step of those of the entries that have a gradient."""
+        signature = tuple(
+            (id(e), grad.dtype, grad.layout) for e in entries if (grad := e.param.grad) is not None
+        )
+        found = self._updates.get(signature)
+        if found is None:
+            if len(self._updates) >= _SIGNATURES:
+                self._updates.clear()
+            moving = [e for e in entries if e.param.grad is not None]
+            found = self._updates[signature] = update_calls(self.context, moving)
+            if self._read_identities() != self._identities:  # state came back to its device
+                self.state = state_calls(self.context, self.entries)
+                self._updates, self._parts = {signature: found}, {}
+                self._seal()
+        return found
+
+
+# ---- Tensors as kernels take them
+
+
+def is_staged(entry: Managed, device: torch.device) -> bool:
+    """Whether kernels cannot take the parameter itself."""
+    return entry.local.device != device or not entry.local.is_contiguous()
 
 
 def container_of(part: Tensor, device: torch.device, copy: bool = False) -> Tensor:
     """What kernels can take in its place: the part itself if they can and may, else a copy."""
     if copy:  # not an empty one: kernels do not write the padding of flat parameters
         return part.to(device, memory_format=torch.contiguous_format, copy=True)
-    if part.device == device and part.is_contiguous():
-        return part
     return part.to(device).contiguous()
 
 
-def _to_device(state: dict[str, Any], device: torch.device) -> None:
-    """Bring state back that was moved elsewhere (verl offloads it between phases)."""
-    for key, value in state.items():
-        if isinstance(value, Tensor) and key != "param_id" and value.device != device:
-            state[key] = value.to(device, non_blocking=True)
-
-
-def _scalar_on(value: Tensor | None, device: torch.device) -> Tensor | None:
+def on(value: Tensor | None, device: torch.device) -> Tensor | None:
+    """A scalar of GradScaler's, where the kernels are."""
     return None if value is None else value.detach().to(device, torch.float32)
 
 
@@ -320,7 +288,7 @@ def _dense(grad: Tensor) -> Tensor:
 
 def check_grad(entry: Managed) -> None:
     """Raise TypeError for a gradient that no kernel takes."""
-    grad, name = entry.param.grad, entry.slot.name
+    grad, name = entry.param.grad, entry.identity.name
     assert grad is not None
     if grad.layout != torch.strided:
         raise TypeError(

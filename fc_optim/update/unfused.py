@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fc_optim.construct import own_attributes
-from fc_optim.params.layouts import like, local_grad
 from fc_optim.params.names import STATE_KEYS
 from fc_optim.params.registry import Managed
-from fc_optim.update.plan import Context, check_grad, make_canonical, state_work
+from fc_optim.update.plan import Context, check_grad, state_calls
+from fc_optim.update.state import EPOCH, MASTER, make_canonical
 
 
 class BaseStep:
@@ -42,8 +41,8 @@ class BaseStep:
         """
         for e in entries:
             if closure is not None or e.param.grad is not None:
-                e.state["dither_step"] += 1
-        self._prepare({e.param: e.state["master"] for e in entries})
+                e.state[EPOCH] += 1
+        self._prepare({e.param: e.state[MASTER] for e in entries})
         _grads_to_masters(entries, grad_scale)
         if grad_scale is not None:
             for p in (p for g in groups for p in g["params"] if p not in self._masters):
@@ -57,7 +56,9 @@ class BaseStep:
             with torch.enable_grad():
                 loss = closure()
             written = [
-                e.slot.name for e, v in zip(entries, versions, strict=True) if e.param._version != v
+                e.identity.name
+                for e, v in zip(entries, versions, strict=True)
+                if e.param._version != v
             ]
             if written:
                 raise RuntimeError(
@@ -71,7 +72,7 @@ class BaseStep:
             return self._run_twin(groups, state, None if closure is None else on_served_weights)
         finally:
             for e in entries:
-                e.state["master"].grad = None
+                e.state[MASTER].grad = None
             _publish(context, entries)
 
     def _prepare(self, masters: dict[Tensor, Tensor]) -> None:
@@ -151,16 +152,43 @@ def _grads_to_masters(entries: Iterable[Managed], grad_scale: Tensor | None) -> 
         grad = e.param.grad
         if grad is not None:
             check_grad(e)
-            grad = like(e.param, local_grad(e.param).float().contiguous())
+            grad = e.source.from_local(e.param, e.source.local_grad(e.param).float().contiguous())
             if grad_scale is not None:
                 grad = grad / grad_scale.to(grad.device)
-        e.state["master"].grad = grad
+        e.state[MASTER].grad = grad
 
 
 def _publish(context: Context, entries: Iterable[Managed]) -> None:
     """containers <- stochastic rounding of the masters, made canonical first."""
     entries = list(entries)
     for e in entries:
-        make_canonical(e.state["master"])
-    for work in state_work(context, entries):
-        work.round()
+        make_canonical(e.state[MASTER])
+    for call in state_calls(context, entries):
+        call.round()
+
+
+# ---- The inner optimizer, once it is wrapped
+
+
+def taken_over(*args: Any, **kwargs: Any) -> Any:
+    """What the inner optimizer's `step` and `load_state_dict` become."""
+    raise RuntimeError(
+        "this optimizer was wrapped by FairCastOptimizer, which owns its groups and state: call "
+        "step() or load_state_dict() of the FairCastOptimizer."
+    )
+
+
+TAKEN_OVER = ("step", "load_state_dict")
+
+# A scheduler that was attached to the inner optimizer checks for its mark.
+taken_over._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def take_over(base: Optimizer) -> None:
+    """From now on the FairCastOptimizer alone steps and loads."""
+    vars(base).update(dict.fromkeys(TAKEN_OVER, taken_over))
+
+
+def own_attributes(opt: Optimizer) -> dict[str, Any]:
+    """An optimizer's attributes but hooks and the methods that were taken over."""
+    return {k: v for k, v in vars(opt).items() if k not in TAKEN_OVER and not k.endswith("_hooks")}

@@ -53,7 +53,7 @@ def test_register_publishes_before_the_first_forward_and_logs(kind, dither, fold
     assert seen and all(seen)
     assert trainer.optimizer.optimizer is opt
     assert opt.dither == dither
-    assert {e.slot.name for e in opt.managed()} == {n for n, _ in model.named_parameters()}
+    assert {e.identity.name for e in opt.managed()} == {n for n, _ in model.named_parameters()}
     assert_served(opt)
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["served_version"] for row in rows] == [1, 2]

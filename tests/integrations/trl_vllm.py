@@ -251,7 +251,7 @@ def lora(bench: Bench, dtype: str) -> dict[str, Any]:
     opt = register(trainer, verify=False)
     model = trainer.model
     base = {n: p.detach().clone() for n, p in named(model) if not p.requires_grad}
-    adapters = {e.slot.name: e.param.dtype for e in opt.managed()}
+    adapters = {e.identity.name: e.param.dtype for e in opt.managed()}
     trainer.train()
     trainer.vllm_generation.sync_weights()
     drift = {n: p.detach() != base[n] for n, p in named(model) if n in base}

@@ -266,12 +266,12 @@ def sub_groups_are_looked_at_once() -> None:
     adopt = opt._foreign.adopt
 
     def counting(context: Any, entries: Any) -> None:
-        seen.extend(e.slot.name for e in entries)
+        seen.extend(e.identity.name for e in entries)
         adopt(context, entries)
 
     opt._foreign.adopt = counting
     train_engine(engine, [0])
-    assert sorted(seen) == sorted(e.slot.name for e in opt.managed())
+    assert sorted(seen) == sorted(e.identity.name for e in opt.managed())
     assert opt.served_version == 1
 
 

@@ -270,7 +270,7 @@ def whole_state(model, opt) -> dict[str, torch.Tensor]:
         ):
             state = FullyShardedDataParallel.optim_state_dict(model, opt)["state"]
     else:
-        state = {e.slot.name: e.state for e in opt.managed()}
+        state = {e.identity.name: e.state for e in opt.managed()}
     for name, entry in state.items():
         for key in ("exp_avg", "exp_avg_sq", "step"):
             v = entry[key]

@@ -78,7 +78,7 @@ def test_a_saved_state_continues_bit_for_bit(dtype, base, dither):
     train(model, opt, 3, 3)
     train(other_model, other, 3, 3)
     assert_same(model, other_model)
-    ids = [[e.slot.param_id for e in o.managed()] for o in (opt, other)]
+    ids = [[e.identity.param_id for e in o.managed()] for o in (opt, other)]
     assert ids[0] == ids[1]
 
 

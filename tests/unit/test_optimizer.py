@@ -157,7 +157,7 @@ def test_add_param_group_and_frozen_parameters():
     model[1].weight.requires_grad_(True)
     train(model, opt, 1, 4)
     assert_invariant(opt)
-    assert len({e.slot.param_id for e in opt.managed()}) == 6
+    assert len({e.identity.param_id for e in opt.managed()}) == 6
 
 
 def test_empty_groups_and_empty_parameters():
@@ -369,7 +369,7 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was():
 def test_replaced_parameters_are_followed_before_masters_and_refused_after():
     model = tiny()
     opt = FairCastAdamW(model.named_parameters(), lr=1e-2)
-    ids = [e.slot.param_id for e in opt.managed()]
+    ids = [e.identity.param_id for e in opt.managed()]
 
     def replace():
         for i, p in enumerate(opt.param_groups[0]["params"]):
@@ -398,9 +398,9 @@ def test_names_arriving_late_change_labels_and_no_bit():
     opt = FairCastAdamW(late.parameters(), lr=1e-2)
     assert [n for n, _ in opt.served_params()][:2] == ["param.0", "param.1"]
     train(late, opt, 2)
-    before = [e.slot.param_id for e in opt.managed()]
+    before = [e.identity.param_id for e in opt.managed()]
     opt.bind(late)
-    assert [e.slot.param_id for e in opt.managed()] == before
+    assert [e.identity.param_id for e in opt.managed()] == before
     assert [n for n, _ in opt.served_params()][:2] == ["0.weight", "0.bias"]
     never = tiny()
     never_opt = FairCastAdamW(never.parameters(), lr=1e-2)

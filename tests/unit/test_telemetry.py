@@ -251,7 +251,7 @@ def optimizers(dtype: torch.dtype) -> Iterator[tuple[str, nn.Module, Any]]:
 
 def snapshot(opt) -> dict[str, tuple[Tensor, Tensor]]:
     return {
-        e.slot.name: (e.state["master"].clone().flatten(), e.param.detach().clone().flatten())
+        e.identity.name: (e.state["master"].clone().flatten(), e.param.detach().clone().flatten())
         for e in opt.managed()
     }
 

@@ -1,0 +1,158 @@
+"""A managed parameter's state: the master, the dither epoch, and what its algorithm keeps.
+
+State is made when masters are made or loaded, and brought back into shape when a plan is built
+after somebody exchanged a part of it; a step itself checks nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fc_optim.kernels.reference import canonical_bits
+from fc_optim.params.registry import CONTAINER_DTYPES, Managed, check_dtype
+from fc_optim.params.sources import source_of, to_local
+from fc_optim.update.algorithms import algorithm_of
+
+MASTER = "master"
+EPOCH = (
+    "dither_step"  # steps taken, int64: the dither epoch of "fresh", whatever users do to `step`
+)
+
+
+def state_keys(entry: Managed, fused: bool) -> tuple[str, ...]:
+    """The keys of the tensors that kernels read."""
+    if not fused:
+        return (MASTER, EPOCH)
+    algorithm = algorithm_of(entry)
+    step = ("step",) if algorithm.has_step() else ()
+    return (MASTER, EPOCH, *step, *algorithm.moments(entry.group))
+
+
+def new_master(entry: Managed) -> Tensor:
+    """A contiguous fp32 copy of a parameter, canonical and cut as it is: the caller owns it."""
+    kept = torch.contiguous_format
+    master = entry.local.to(torch.float32, memory_format=kept, copy=True)
+    make_canonical(master)
+    return entry.source.from_local(entry.param, master)
+
+
+def make_canonical(master: Tensor) -> None:
+    """In place: NaNs and magnitudes as masters store them (see `reference.canonical_bits`)."""
+    bits = to_local(master).view(torch.int32)
+    bits.copy_(canonical_bits(bits))
+
+
+def id_tensor(param_id: int) -> Tensor:
+    """An identity as per-parameter state: 0-d int64, on the host, which alone reads it."""
+    return torch.tensor(param_id, dtype=torch.int64, device="cpu")
+
+
+def complete_state(entry: Managed, fused: bool) -> None:
+    """Add what is missing beside a master, in the dtypes that kernels read.
+
+    Moments that are all missing begin anew. Raises ValueError for a moment of another shape,
+    RuntimeError if some are there and others are not.
+    """
+    state = entry.state
+    if not fused:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+                state[key] = value.float()  # made for a bf16 parameter
+    _complete_epoch(entry, fused)
+    if not fused:
+        return
+    algorithm = algorithm_of(entry)
+    _check_moments(entry)
+    if algorithm.has_step():
+        _complete_step(state)
+    for key in algorithm.moments(entry.group):
+        value = state.get(key)
+        if value is None:
+            zeros = torch.zeros_like(to_local(state[MASTER]))
+            state[key] = entry.source.from_local(entry.param, zeros)
+            continue
+        check_shape(key, value, entry.identity.name, entry.param)
+        part = to_local(value)
+        if part.dtype != torch.float32 or not part.is_contiguous():
+            part = part.to(torch.float32).contiguous()
+            state[key] = entry.source.from_local(entry.param, part)
+
+
+def _check_moments(entry: Managed) -> None:
+    """Raise RuntimeError for half a state: an update from it would be too large, or too small."""
+    expected = set(state_keys(entry, fused=True)) - {MASTER, EPOCH, "max_exp_avg_sq"}
+    lost = expected - entry.state.keys()
+    if lost and lost != expected:
+        raise RuntimeError(
+            f"state: {', '.join(sorted(lost))} of {entry.identity.name!r} is missing beside "
+            f"{', '.join(sorted(expected - lost))}. To begin the moments anew, call "
+            "reset_moments(); else load_state_dict() a saved state."
+        )
+
+
+def _complete_step(state: dict[str, Any]) -> None:
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=to_local(state[MASTER]).device)
+    elif state["step"].dtype != torch.float32:
+        state["step"] = state["step"].to(torch.float32)
+
+
+def _complete_epoch(entry: Managed, fused: bool) -> None:
+    """The dither epoch; of a state that has none (0.1.0, plain torch) it is torch's step count."""
+    state = entry.state
+    epoch = state.get(EPOCH)
+    if epoch is None:
+        steps = state.get("step", 0) if fused else 0
+        device = to_local(state[MASTER]).device
+        state[EPOCH] = torch.as_tensor(steps).to(device, torch.int64, copy=True).reshape(())
+    elif epoch.dtype != torch.int64:
+        state[EPOCH] = epoch.to(torch.int64)
+
+
+def check_state(entry: Managed) -> None:
+    """Raise unless the container and the master are what kernels take; before a plan is built."""
+    name, master = entry.identity.name, entry.state[MASTER]
+    if entry.param.dtype not in CONTAINER_DTYPES:  # the rest was checked with its master
+        check_dtype(entry.param, name)
+    check_shape(MASTER, master, name, entry.param)
+    if master.dtype != torch.float32 or not to_local(master).is_contiguous():
+        raise TypeError(
+            f"state: the master of {name!r} is {master.dtype}, strides {master.stride()}: it must "
+            "be contiguous float32. Something rewrote the state; load it again with "
+            "load_state_dict()."
+        )
+
+
+def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
+    """Raise ValueError unless a state tensor is shaped and cut as its parameter."""
+    if value.shape != param.shape:
+        raise ValueError(
+            f"state: the {key} of {name!r} has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(param.shape)}: the state is of another model or another order of parameters, "
+            "or the parameter was replaced. Load the state that fits, or build a new optimizer."
+        )
+    mine = source_of(param).placements(param)
+    theirs = source_of(value).placements(value)
+    if mine != theirs:
+        raise ValueError(
+            f"state: the {key} of {name!r} is cut as {theirs or 'a plain tensor'}, the parameter "
+            f"as {mine or 'a plain tensor'}: load it with torch.distributed.checkpoint, which "
+            "cuts it anew."
+        )
+    if mine is not None and to_local(value).shape != to_local(param).shape:  # another world size
+        raise ValueError(
+            f"state: this rank's part of the {key} of {name!r} has shape "
+            f"{tuple(to_local(value).shape)}, of the parameter {tuple(to_local(param).shape)}: it "
+            "was saved on another number of ranks. Load it with torch.distributed.checkpoint, "
+            "which cuts it anew."
+        )
+
+
+def move_state(entries: Sequence[Managed], device: torch.device) -> None:
+    """Bring state back that was moved elsewhere (verl offloads it between phases)."""
+    for e in entries:
+        for key, value in e.state.items():
+            if isinstance(value, Tensor) and key != "param_id" and value.device != device:
+                e.state[key] = value.to(device, non_blocking=True)

@@ -1,0 +1,374 @@
+"""The weights of one optimizer: masters in its state, their shadow in the parameters.
+
+`ServedWeights` is what everything else takes: it knows the parameters and their identities, makes
+masters, rounds them, and finds what somebody else wrote. `FairCastOptimizer` is its face to torch.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fc_optim.kernels.backends import backend_for
+from fc_optim.params import sources
+from fc_optim.params.buffers import Buffers
+from fc_optim.params.collectives import check_agreement
+from fc_optim.params.layouts import FlatPiece, Group, flat_layout, groups_of
+from fc_optim.params.registry import Managed, Registry, check_dtype, check_memory
+from fc_optim.update import foreign
+from fc_optim.update.plan import Context, Plan, state_calls
+from fc_optim.update.state import MASTER, check_state, complete_state, id_tensor, new_master
+
+ROUNDING_SCHEME = 1  # the bit contract: counter layout, lane order, add and truncate
+DITHERS = ("fresh", "sync", "held")
+
+StateDict: TypeAlias = dict[str, Any]
+
+
+class ServedWeights:
+    """Masters, shadow and identities of the parameters of one optimizer.
+
+    optimizer: whose `param_groups` and `state` these are; read anew each time, since frameworks
+        exchange both.
+    epoch: dither epoch of "sync": the number of redraws.
+    version: of what is served: +1 per step and per redraw.
+    model: that names were taken from, None if unknown or (`was_bound`) lost in pickling.
+    buffers: what a framework steps in place of parameters.
+    early_state: a state dict that was loaded before it was known what it is of.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        seed: int,
+        dither: str,
+        backend: str,
+        fused: bool,
+        fp32_grads: bool,
+    ) -> None:
+        self.seed, self.dither, self.backend = seed, dither, backend
+        self.fused, self.fp32_grads = fused, fp32_grads
+        self.epoch = self.version = 0
+        self.was_bound = False
+        self.registry = Registry()
+        self.attach(optimizer)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Belong to this optimizer; forget what does not travel with it."""
+        self.optimizer = optimizer
+        self.foreign = foreign.ForeignWrites()
+        self.buffers: Buffers | None = None
+        self.early_state: StateDict | None = None
+        self.model: nn.Module | None = None
+        self._shared: dict[Any, Any] = {}
+        self._busy: str | None = None
+        self._agreed = False
+        self._entries: list[Managed] = []
+        self._members: list[object] | None = None
+        self._addresses: list[int] = []
+        self._plan: Plan | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        keys = ("seed", "dither", "backend", "fused", "fp32_grads")
+        return {k: vars(self)[k] for k in (*keys, "epoch", "version", "was_bound", "registry")}
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        return self.optimizer.state
+
+    # -- entries and plan ----------------------------------------------------------------------
+
+    def entries(self) -> list[Managed]:
+        """The parameters under management, in group order. The same list while nothing changed."""
+        members = self._read_members()
+        if members != self._members or self._read_addresses() != self._addresses:
+            self._entries = self.registry.managed(self.groups, self.state)
+            self._members, self._addresses = members, self._read_addresses()
+        return self._entries
+
+    def _read_members(self) -> list[object]:
+        state, read = self.state, list[object]()
+        for g in self.groups:
+            read += (id(g), g["served_dtype"], g["algorithm"], g.get("amsgrad"), len(g["params"]))
+            for p in g["params"]:
+                read += (id(p), p.requires_grad, id(state.get(p)))
+        return [*read, self.registry.changes]
+
+    def _read_addresses(self) -> list[int]:
+        return [e.source.address(e.param) for e in self._entries]
+
+    def with_master(self) -> list[Managed]:
+        return [e for e in self.entries() if MASTER in e.state]
+
+    def context(self) -> Context:
+        """What all kernel calls share."""
+        return Context(
+            seed=self.seed,
+            epoch={"fresh": None, "sync": self.epoch, "held": 0}[self.dither],
+            fused=self.fused,
+            backend_for=self._backend_for,
+            shared=self._shared,
+        )
+
+    @functools.cached_property
+    def _backend_for(self) -> Any:
+        return functools.partial(backend_for, self.backend)
+
+    def plan(self) -> Plan:
+        """The kernel calls of all parameters; made anew when something that they rest on changed.
+
+        Makes masters where there are none yet.
+        """
+        context, entries = self.context(), self.entries()
+        if self._plan is None or not self._plan.holds(context, entries):
+            self.make_masters()
+            self._plan = self._new_plan(context, self.entries())
+        return self._plan
+
+    def _new_plan(self, context: Context, entries: list[Managed]) -> Plan:
+        for e in entries:
+            check_state(e)
+            complete_state(e, self.fused)
+        return Plan(context, entries)
+
+    # -- masters and their shadow --------------------------------------------------------------
+
+    @torch.inference_mode(False)  # a rollout's mode; its tensors could not be trained on
+    @torch.no_grad()
+    def make_masters(self) -> None:
+        """Masters and state for every managed parameter that has none; their shadow too.
+
+        Raises RuntimeError where there was one, which somebody took away.
+        """
+        new = [e for e in self.entries() if MASTER not in e.state]
+        if not new:
+            return
+        self.registry.check_orphans(self.groups, self.state)
+        _check_lost(new)
+        for e in new:
+            check_dtype(e.param, e.identity.name)
+            if e.param.is_meta:
+                raise RuntimeError(
+                    f"parameter {e.identity.name!r} is on the meta device: materialise the model "
+                    "(to_empty(), then load or initialise its weights) before the first step."
+                )
+        check_memory(self.entries())
+        self.registry.find_layouts(new)
+        _check_whole(new)
+        for e in new:
+            e.state = self.state.setdefault(e.param, {})
+            e.state[MASTER] = new_master(e)
+            if not e.identity.flat:
+                e.state["param_id"] = id_tensor(e.identity.param_id)
+            complete_state(e, self.fused)
+            e.identity.has_master = True
+        for group in self.groups:
+            self.want_fp32_grads(group)
+        self.round_(new)
+
+    @torch.no_grad()
+    def round_(self, entries: Sequence[Managed]) -> None:
+        """Parameters <- the shadow of their masters."""
+        whole = self._plan is not None and self._plan.entries is entries
+        calls = self._plan.state if whole and self._plan else state_calls(self.context(), entries)
+        for call in calls:
+            call.round()
+        self.wrote(entries)
+
+    def wrote(self, entries: Sequence[Managed]) -> None:
+        """The parameters hold their shadow now."""
+        foreign.record(entries)
+        # Walking the model is for FSDP alone; DeepSpeed's buffers are none of its parameters.
+        if self.buffers is None and any(e.layout.groups for e in entries):
+            sources.reshard(self.model)
+
+    @torch.no_grad()
+    def publish(self, redraw: bool = False) -> None:
+        """See `FairCastOptimizer.publish`."""
+        self.check_free("publish()")
+        self.make_masters()
+        if not self._agreed:
+            self.check_replicas()
+            self._agreed = True
+        written: list[str] = []
+        if self.buffers is not None:
+            written = [*self.buffers.compare(self.entries()), *self.buffers.apart()]
+        plan = self.plan()
+        groups = groups_of(e.layout for e in plan.entries)
+        self.foreign.check(plan.context, plan.state, "publish()", groups, written)
+        if redraw and self.dither == "sync":
+            self.epoch += 1
+            self.version += 1
+            self.round_(self.plan().entries)
+            self.spread()
+
+    def check_unwritten(self, action: str) -> None:
+        """Raise RuntimeError if a parameter with a master does not hold its shadow."""
+        context, entries = self.context(), self.with_master()
+        written = self.buffers.compare(entries) if self.buffers else ()
+        planned = self._plan is not None and self._plan.holds(context, self.entries())
+        calls = self._plan.state if planned and self._plan else state_calls(context, entries)
+        self.foreign.check(context, calls, action, written=written)
+
+    # -- foreign writes ------------------------------------------------------------------------
+
+    def check(self) -> dict[str, int]:
+        """See `FairCastOptimizer.check`."""
+        self.check_free("check()")
+        entries = self.with_master()
+        found = foreign.compare(self.context(), entries)
+        return found | (self.buffers.compare(entries) if self.buffers else {})
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """See `FairCastOptimizer.adopt_weights`."""
+        self.check_free("adopt_weights()")
+        for e in self.entries():
+            e.identity.has_master &= MASTER in e.state  # those that were taken away begin anew
+        self.make_masters()
+        if self.buffers is not None:
+            self.take_written(self.entries())
+        self.foreign.adopt(self.plan().state, everything=True, warn=False)
+        self.round_(self.plan().entries)
+        self.spread()
+
+    def adopt_foreign(self, plan: Plan, entries: list[Managed]) -> None:
+        """What a step does first: masters <- what somebody else wrote."""
+        if self.buffers is not None:
+            self.take_written(self.buffers.written(entries))
+        self.foreign.adopt(plan.state_of(entries))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """See `FairCastOptimizer.restore_weights`."""
+        self.check_free("restore_weights()")
+        self.make_masters()
+        self.round_(self.with_master())
+        self.spread()
+
+    def take_written(self, entries: Sequence[Managed]) -> None:
+        """Buffers <- the model's weights, unless somebody wrote into the buffer itself."""
+        if entries and self.buffers is not None:
+            written = foreign.compare(self.context(), entries)
+            self.buffers.take([e for e in entries if e.identity.name not in written])
+
+    def spread(self) -> None:
+        """After a write that a framework does not know of: the buffers to the model's weights."""
+        if self.buffers is not None:
+            self.buffers.spread()
+
+    # -- names, frameworks, other ranks --------------------------------------------------------
+
+    def bind(self, model: nn.Module) -> None:
+        """See `FairCastOptimizer.bind`."""
+        sources.reshard(model)  # FSDP2 shows other parameters while they are whole
+        self.registry.bind(self.groups, model)
+        self.was_bound = True
+        self.model = model
+        self._agreed = False  # the model knows of more ranks
+        self.check_replicas(sources.replicas_in(model))
+
+    def declare_flat(
+        self, param: Tensor, pieces: Sequence[FlatPiece], groups: Sequence[Group]
+    ) -> None:
+        """See `FairCastOptimizer.declare_flat`."""
+        self.registry.declare_flat(self.groups, param, pieces, groups)
+
+    def step_buffers(self, model: nn.Module, buffers: Buffers) -> None:
+        """Say which flat buffers a framework put in place of the parameters of `model`.
+
+        For integrations, before the first step. Names and random bits stay those of the
+        parameters. Raises ValueError if the optimizer was not built with a parameter,
+        RuntimeError if it has masters of other tensors.
+        """
+        for b in buffers.all:
+            layout = flat_layout([p for _, p in b.pieces], buffers.groups, buffers.replicas)
+            self.registry.replace(b.tensor, b.group, b.pieces, layout)
+        self.registry.check_orphans(self.groups, self.state)
+        self.buffers = buffers
+        self.model, self.was_bound, self._agreed = model, True, False
+
+    def admit(self, group: dict[str, Any]) -> None:
+        """Take a new last group under management."""
+        self.registry.admit(group)
+        self.want_fp32_grads(group)
+        self._agreed = False
+
+    def want_fp32_grads(self, group: dict[str, Any]) -> None:
+        """Let autograd accumulate in fp32 into bf16 parameters, if that was asked for."""
+        if self.fp32_grads and group["served_dtype"] is not None:
+            for p in group["params"]:
+                if p.dtype == torch.bfloat16 and p.requires_grad and p.grad is None:
+                    p.grad_dtype = torch.float32
+
+    def check_replicas(self, groups: Sequence[Group] | None = None) -> None:
+        """See `FairCastOptimizer.check_replicas`."""
+        if groups is None:
+            groups = self.registry.process_groups(self.groups)
+        ids = [e.identity.ids for e in self.entries()]
+        options = {"seed": self.seed, "dither": self.dither, "epoch": self.epoch}
+        options |= {"rounding_scheme": ROUNDING_SCHEME, "parameter names": ids}
+        check_agreement(options, groups)
+
+    def stamp(self, group: dict[str, Any]) -> None:
+        """Write what a resume needs into a group: always there, since DCP loads known keys only."""
+        group.update(
+            seed=self.seed,
+            dither=self.dither,
+            epoch=self.epoch,
+            served_version=self.version,
+            rounding_scheme=ROUNDING_SCHEME,
+        )
+
+    def disagree(self) -> None:
+        """Compare with other ranks again before the next publish."""
+        self._agreed = False
+
+    # -- who may read and write now ------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """While inside, everything that reads or writes the shadow refuses."""
+        self.check_free(what)
+        self._busy = what
+        try:
+            yield
+        finally:
+            self._busy = None
+
+    def check_free(self, what: str) -> None:
+        if self._busy:
+            raise RuntimeError(f"{what} inside {self._busy}: leave that context first.")
+
+
+def _check_lost(entries: Sequence[Managed]) -> None:
+    """Raise RuntimeError for parameters whose master was there and is gone."""
+    lost = [e.identity.name for e in entries if e.identity.has_master]
+    if lost:
+        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+        raise RuntimeError(
+            f"optimizer.state: the masters of {', '.join(lost[:8])}{more} are gone. The weights "
+            "hold their rounded copies only, hundreds of steps behind: load_state_dict() a saved "
+            "state, or call adopt_weights() to begin new masters from the served weights. To begin "
+            "the moments anew, call reset_moments() instead of clearing the state."
+        )
+
+
+def _check_whole(entries: Sequence[Managed]) -> None:
+    """Raise TypeError where an algorithm needs whole matrices and a flat buffer cuts them."""
+    for e in entries:
+        flat = e.layout.groups and e.source.placements(e.param) is None
+        if e.group["algorithm"] == "muon" and flat:
+            raise TypeError(
+                f"parameter {e.identity.name!r} is part of a flat buffer, which cuts matrices "
+                "anywhere: Muon needs whole ones. Use fully_shard (FSDP2), or Adam."
+            )

@@ -282,7 +282,9 @@ def _load_entry(
     """
     new = {}
     for key, value in saved.items():
-        if key == "dither_step" or (key == "step" and fused):
+        if key == "dither_step":
+            value = torch.as_tensor(value).to(torch.int64).reshape(())
+        elif key == "step" and fused:
             value = torch.as_tensor(value, dtype=torch.float32).reshape(())
         elif isinstance(value, Tensor) and value.is_floating_point() and key != "step":
             if group["served_dtype"] is None:

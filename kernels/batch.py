@@ -101,14 +101,18 @@ class Batch:
     """Tensors of one dtype set on one device, at least one: what one launch updates.
 
     All lists are parallel. Tensors are contiguous and owned by the caller; kernels write
-    `containers`, `masters`, the moments and `steps` in place.
+    `containers`, `masters`, the moments, `epochs` and `steps` in place.
 
     containers: bf16, or fp32 on the bf16 grid. Written, and read only by the foreign-write kernels.
     masters: fp32, finite values at most the largest finite bf16.
-    steps: 0-d fp32, the parameter's own step count; dither epoch t when `epoch` is None.
+    epochs: 0-d int64 on the tensors' device: how many steps each has taken, which `adam_` and
+        `muon_update_` count; their low 32 bits are the dither epoch t when `epoch` is None. Never
+        torch's `step`, which users reset and which stops at 2**24. May be empty where they are
+        neither counted nor read: with `epoch`, for kernels that do not step.
     epoch: dither epoch shared by all tensors (dither "sync" and "held"), or None for "fresh".
     grads: bf16 or fp32. With them come Adam's moments (`max_exp_avg_sqs` is empty without amsgrad)
         or Muon's fp32 momentum buffers, and one entry of `hypers` or `muon_hypers` per tensor.
+    steps: 0-d fp32, Adam only: torch's step count, which its bias correction reads.
     updates: bf16, Muon only: Newton-Schulz's input as `muon_momentum_` leaves it, and its output
         as `muon_update_` takes it.
     grad_scale, found_inf: 0-d or one-element fp32 tensors as torch's GradScaler sets them.
@@ -121,10 +125,11 @@ class Batch:
     containers: list[Tensor]
     masters: list[Tensor]
     segments: list[Sequence[Segment]]
-    steps: list[Tensor]
+    epochs: list[Tensor]
     seed: int
     epoch: int | None
     grads: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     max_exp_avg_sqs: list[Tensor] = field(default_factory=list)

@@ -108,9 +108,15 @@ def _table(batch: Batch, *lists: str) -> tuple[np.ndarray, np.ndarray]:
     return table, firsts
 
 
-def _rounding(batch: Batch, table: np.ndarray, steps: np.ndarray) -> tuple[Any, ...]:
-    """Set T; what a kernel that rounds takes last: halves of the key, are containers bf16."""
-    t = steps.astype(np.int64)[table[:, k.TENSOR]] if batch.epoch is None else batch.epoch
+def _rounding(batch: Batch, table: np.ndarray, *, step: bool = False) -> tuple[Any, ...]:
+    """Set T; what a kernel that rounds takes last: halves of the key, are containers bf16.
+
+    With `step`, counts one first: nothing may raise after it.
+    """
+    t: Any = batch.epoch
+    if step or t is None:
+        epochs = k.read_epochs(_addresses(batch.epochs), step)
+        t = epochs[table[:, k.TENSOR]] if t is None else t
     table[:, k.T] = t & 0xFFFFFFFF
     key = np.uint64(batch.seed & 0xFFFFFFFF), np.uint64(batch.seed >> 32 & 0xFFFFFFFF)
     return *key, batch.containers[0].dtype == torch.bfloat16
@@ -161,7 +167,7 @@ def round_(batch: Batch) -> None:
     """As `reference.round_`."""
     if batch.masters:
         table, firsts = _table(batch, "containers", "masters")
-        rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), False))
+        rounding = _rounding(batch, table)
         _launch(k.round_kernel, table[:, k.NUMEL].sum(), table, firsts, *rounding)
 
 
@@ -170,7 +176,7 @@ def flag_foreign(batch: Batch) -> Tensor:
     flags = torch.zeros(len(batch.masters), dtype=torch.int32, device="cpu")
     if batch.masters:
         table, _ = _table(batch, "containers", "masters")
-        rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), False))
+        rounding = _rounding(batch, table)
         sizes = table[:, k.NUMEL]
         key = (__name__, "samples")  # depends on sizes only
         if key not in batch.cache or not np.array_equal(batch.cache[key][0], sizes):
@@ -193,7 +199,6 @@ def adam_(batch: Batch) -> None:
     table, firsts = _table(batch, "containers", "masters", "grads", *moments)
     addresses = _addresses(batch.steps)
     steps = k.read_steps(addresses, False) + np.float32(1)
-    rounding = *_rounding(batch, table, steps), *_counting(batch)
     hypers, counts, scale = batch.hypers, steps.tolist(), _scale(batch)
     scalars = _scalars(
         table,
@@ -203,6 +208,7 @@ def adam_(batch: Batch) -> None:
     grad16 = batch.grads[0].dtype == torch.bfloat16
     elements = table[:, k.NUMEL].sum()
     k.read_steps(addresses, True)  # not before: hyper-parameters may have raised
+    rounding = *_rounding(batch, table, step=True), *_counting(batch)
     _launch(k.adam_kernel, elements, table, firsts, scalars, grad16, *rounding)
 
 
@@ -222,8 +228,7 @@ def muon_update_(batch: Batch) -> None:
         return
     table, firsts = _table(batch, "containers", "masters", "updates")
     scalars = _muon_scalars(batch, table)
-    rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), True))
-    rounding = *rounding, *_counting(batch)
+    rounding = *_rounding(batch, table, step=True), *_counting(batch)
     _launch(k.update_kernel, table[:, k.NUMEL].sum(), table, firsts, scalars, *rounding)
 
 

@@ -48,6 +48,8 @@ class Work:
         for e in self.idle:
             taken = 1 if batch.found_inf is None else batch.found_inf.reshape(()) == 0
             e.state[step_key(e, fused=True)] += taken
+            if "step" in e.state:
+                e.state["step"] += taken
 
     def _orthogonalise(self) -> None:
         """updates <- this rank's part of Newton-Schulz of the whole matrices.
@@ -105,8 +107,8 @@ def make_canonical(master: Tensor) -> None:
 
 
 def step_key(entry: Managed, fused: bool) -> str:
-    """The state key of a parameter's own step count: torch's where the algorithm has one."""
-    return "step" if fused and entry.group["algorithm"] != "muon" else "dither_step"
+    """The state key of the number of steps that a parameter has taken: int64, never torch's."""
+    return "dither_step"
 
 
 def complete_state(entry: Managed, fused: bool) -> None:
@@ -121,9 +123,16 @@ def complete_state(entry: Managed, fused: bool) -> None:
                 state[key] = value.float()  # made for a bf16 parameter
     step = step_key(entry, fused)
     if step not in state:
-        state[step] = torch.zeros((), dtype=torch.float32, device=master.device)
-    elif state[step].dtype != torch.float32:
-        state[step] = state[step].to(torch.float32)
+        state[step] = torch.zeros((), dtype=torch.int64, device=master.device)
+        if fused and "step" in state:  # of a plain torch state
+            state[step] += torch.as_tensor(state["step"]).to(master.device, torch.int64)
+    elif state[step].dtype != torch.int64:
+        state[step] = state[step].to(torch.int64)
+    if fused and entry.group["algorithm"] != "muon":
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        elif state["step"].dtype != torch.float32:
+            state["step"] = state["step"].to(torch.float32)
     for key in _moments(entry) if fused else ():
         value = state.get(key)
         if value is None:
@@ -196,7 +205,7 @@ def state_work(
             containers=[container_of(e.local, device, copy=scratch) for e in part],
             masters=[local(e.state["master"]) for e in part],
             segments=[e.slot.segments for e in part],
-            steps=[e.state[step_key(e, context.fused)].to(device) for e in part],
+            epochs=[e.state[step_key(e, context.fused)].to(device) for e in part],
             seed=context.seed,
             epoch=context.epoch,
             cache={} if scratch else context.caches.setdefault(("state", device, dtype), {}),
@@ -231,7 +240,7 @@ def update_work(
             containers=[container_of(e.local, device) for e in part],
             masters=[local(e.state["master"]) for e in part],
             segments=[e.slot.segments for e in part],
-            steps=[e.state[step_key(e, fused=True)] for e in part],
+            epochs=[e.state[step_key(e, fused=True)] for e in part],
             seed=context.seed,
             epoch=context.epoch,
             grads=[_dense(grad) for grad in grads if grad.numel()],
@@ -246,6 +255,7 @@ def update_work(
             batch.updates = [torch.empty_like(m, dtype=torch.bfloat16) for m in batch.masters]
             batch.muon_hypers = [_muon_hyper(e.group, _shape(e)) for e in part]
         else:
+            batch.steps = [e.state["step"] for e in part]
             groups = {id(e.group): e.group for e in part}
             hypers = {key: _adam_hyper(group) for key, group in groups.items()}
             batch.hypers = [hypers[id(e.group)] for e in part]

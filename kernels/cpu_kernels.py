@@ -19,7 +19,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fc_optim.kernels.batch import CHUNK_BITS, COUNTS, SAMPLE_MIX, SAMPLES, STRATUM_BITS
+from fc_optim.kernels.batch import CHUNK_BITS, COUNTS, SAMPLE_MIX, SAMPLES, STRATUM_BITS, WHOLE
 
 BLOCK = 1 << 14  # elements a thread claims at a time: about 15 microseconds of work
 TILE = 512  # elements: 8 KiB of four fp32 arrays, a quarter of a first-level cache
@@ -177,6 +177,14 @@ def _make_canonical(w, n):
 
 
 @_jit
+def _is_canonical(w, n):
+    changed = np.uint32(0)
+    for i in range(n):
+        changed |= _bits(w, i) ^ _canonical(_bits(w, i))
+    return changed == 0
+
+
+@_jit
 def _canonical_nan(x, n):
     """Of moments, where a NaN was computed: its sign is up to the instructions that LLVM chose."""
     for i in range(n):
@@ -244,6 +252,18 @@ def round_kernel(counter, table, firsts, key0, key1, narrow):
         for at in range(start, stop, TILE):
             n = min(TILE, stop - at)
             _round_tile(table[s], at, n, words.ctypes.data, key0, key1, narrow, False, None)
+
+
+@_jit
+def canonical_kernel(counter, table, firsts):
+    while True:
+        s, start, stop = _next_block(counter, table, firsts)
+        if start < 0:
+            return
+        for at in range(start, stop, TILE):
+            w, n = table[s, MASTER] + 4 * at, min(TILE, stop - at)
+            if not _is_canonical(w, n):  # seldom: what is only read costs half
+                _make_canonical(w, n)
 
 
 # ---- Counting: what a step does to a run of elements goes to `found`, in columns of COUNTS
@@ -333,14 +353,48 @@ def _is_foreign(row, at, found, masters, key0, key1, narrow):
 
 
 @_jit
+def _differs(container, bits, words, n, narrow):
+    """Compare a run with its shadow."""
+    differing = np.uint32(0)
+    for i in range(n):
+        if narrow:
+            found = np.uint32(np.uint64(_container16(container, i)) << U16)
+        else:
+            found = _container32(container, i)
+        shadow = np.uint32(_canonical(_bits(bits, i)) + _random(words, i) & HIGH16)
+        differing |= shadow ^ _canonical(found)
+    return differing != 0
+
+
+@_jit
+def _is_any_foreign(row, words, key0, key1, narrow):
+    """Compare a whole segment with its shadow, run by run: Philox once for 8 elements."""
+    at, numel, inner = 0, row[NUMEL], row[INNER]
+    while at < numel:
+        run = min(inner - at % inner, numel - at, TILE)
+        e = row[BASE] + at // inner * row[ROW_STRIDE] + at % inner
+        _fill(words, row, e, run, key0, key1)
+        container = row[CONTAINER] + (2 * at if narrow else 4 * at)
+        if _differs(container, row[MASTER] + 4 * at, words + 2 * (e & 7), run, narrow):
+            return True
+        at += run
+    return False
+
+
+@_jit
 def flag_kernel(counter, table, positions, ends, flags, key0, key1, narrow):
+    words = np.empty(TILE // 4 + 2, np.uint64)
     found, masters = np.empty(SAMPLES, np.uint32), np.empty(SAMPLES, np.uint32)
     while True:
         s = _fetch_add(counter.ctypes.data, 1)
         if s >= len(table):
-            return
-        at = positions[ends[s] - min(table[s, NUMEL], SAMPLES) : ends[s]]
-        if _is_foreign(table[s], at, found, masters, key0, key1, narrow):
+            return words[0]  # keeps the buffer alive
+        if table[s, NUMEL] <= WHOLE:
+            foreign = _is_any_foreign(table[s], words.ctypes.data, key0, key1, narrow)
+        else:
+            at = positions[ends[s] - SAMPLES : ends[s]]
+            foreign = _is_foreign(table[s], at, found, masters, key0, key1, narrow)
+        if foreign:
             flags[table[s, TENSOR]] = 1
 
 

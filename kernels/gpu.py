@@ -92,7 +92,7 @@ PROGRAMS_PER_CORE = 4  # of the adoption kernel, which in most steps has nothing
 ADAM_REGISTERS = 80
 COUNTING_AMSGRAD_REGISTERS = 96
 
-SAMPLES = tl.constexpr(batch_module.SAMPLES)
+SAMPLES, WHOLE = tl.constexpr(batch_module.SAMPLES), tl.constexpr(batch_module.WHOLE)
 COUNTS = tl.constexpr(len(batch_module.COUNTS))
 
 
@@ -111,19 +111,23 @@ def _flag_kernel(segments, tensors, epoch, flags, C: tl.constexpr):
     row = segments + tl.program_id(0).to(tl.int64) * SEGMENT_COLUMNS
     first = tl.load(row + FIRST)
     numel = tl.load(row + END) - first
-    count = tl.maximum(tl.minimum(numel, SAMPLES), 1)
-    k = tl.arange(0, SAMPLES).to(tl.int64)
-    mask = k < numel
-    low, high = k * numel // count, (k + 1) * numel // count
-    mixed = ((k * SAMPLE_MIX) >> 20) & ((1 << 44) - 1)
-    slot = first + low + mixed % tl.where(mask, high - low, 1)
+    count = tl.where(numel <= WHOLE, numel, SAMPLES).to(tl.int64)
     i = tl.load(row + TENSOR)
-    words = draw_at(flat_index(row, slot), row, dither_epoch(tensors, epoch, i))
-    bits = canonical(tl.load(pointer(row, MASTER, tl.int32) + slot, mask=mask, other=0))
-    found = tl.load(pointer(row, CONTAINER, C) + slot, mask=mask, other=0)
-    foreign = mask & (canonical(widen(found, C)) != shadow_of(bits, words))
-    if tl.max(foreign.to(tl.int32), axis=0) != 0:
-        tl.store(flags + i, 1)
+    t = dither_epoch(tensors, epoch, i)
+    j = tl.zeros((), tl.int64)
+    while j < count:
+        k = j + tl.arange(0, SAMPLES)
+        mask = k < count
+        low, high = k * numel // count, (k + 1) * numel // count
+        mixed = ((k * SAMPLE_MIX) >> 20) & ((1 << 44) - 1)
+        slot = first + low + mixed % tl.where(mask, high - low, 1)
+        words = draw_at(flat_index(row, slot), row, t)
+        bits = canonical(tl.load(pointer(row, MASTER, tl.int32) + slot, mask=mask, other=0))
+        found = tl.load(pointer(row, CONTAINER, C) + slot, mask=mask, other=0)
+        foreign = mask & (canonical(widen(found, C)) != shadow_of(bits, words))
+        if tl.max(foreign.to(tl.int32), axis=0) != 0:
+            tl.store(flags + i, 1)
+        j += SAMPLES
 
 
 @triton.jit(do_not_specialize=["count", "flags"])

@@ -22,6 +22,9 @@ from fc_optim.kernels.batch import (
 )
 
 CHUNK = 1 << 18  # elements per pass: bounds the int64 temporaries to a few MB
+# On a CPU torch splits longer loops between threads of which each has a floating-point mode of its
+# own: what is computed stays in the caller's, which `_ieee` sets.
+SERIAL_CHUNK = 1 << 14
 CAST_CHUNK = 1 << 22  # the same, of a cast, for devices that like long loops
 MASK32 = 0xFFFFFFFF
 SIGN = -0x80000000
@@ -29,6 +32,7 @@ INF = 0x7F800000
 QUIET_NAN = 0x7FC00000
 LARGEST_BF16 = 0x7F7F0000
 SMALLEST_NORMAL = 2.0**-126  # fp32's, and bf16's
+SMALLEST_DOUBLE = 2.0**-1022  # of the normal ones
 
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57  # Salmon et al. 2011, table 2
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
@@ -148,8 +152,9 @@ def _dither_epoch(batch: Batch, i: int) -> int:
 
 
 def _chunks(batch: Batch, i: int) -> Iterator[tuple[Segment, slice]]:
+    size = SERIAL_CHUNK if batch.masters[i].device.type == "cpu" else CHUNK
     for segment in batch.segments[i]:
-        for part in segment.split(CHUNK):
+        for part in segment.split(size):
             yield part, slice(part.offset, part.offset + part.numel)
 
 
@@ -161,6 +166,14 @@ def round_(batch: Batch) -> None:
             words = random_words(part, seed=batch.seed, t=t, device=master.device)
             shadow = round_bits(master.view(-1)[at].view(torch.int32), words)
             store_shadow(container.view(-1)[at], shadow)
+
+
+def canonical_(batch: Batch) -> None:
+    """masters <- the same, as a master may hold them: see `canonical_bits`. Reads nothing else."""
+    for i, master in enumerate(batch.masters):
+        for _, at in _chunks(batch, i):
+            bits = master.view(-1)[at].view(torch.int32)
+            bits.copy_(canonical_bits(bits))
 
 
 def flag_foreign(batch: Batch) -> Tensor:
@@ -201,6 +214,20 @@ def adopt_(batch: Batch, flags: Tensor) -> Tensor:
     return counts
 
 
+@contextlib.contextmanager
+def _ieee() -> Iterator[None]:
+    """Keep subnormals, whatever `torch.set_flush_denormal` said; and as it was, afterwards."""
+    flushes = SMALLEST_DOUBLE * 0.5 == 0.0
+    if flushes:
+        torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushes:
+            torch.set_flush_denormal(True)
+
+
+@_ieee()
 def adam_(batch: Batch) -> None:
     """One step of Adam or AdamW, and its shadow. Source: `torch.optim.adam._single_tensor_adam`.
 
@@ -220,6 +247,7 @@ def adam_(batch: Batch) -> None:
                 _finish(batch, i, part, at, t)
 
 
+@_ieee()
 def muon_momentum_(batch: Batch) -> None:
     """Momentum, Nesterov, and the cast to Newton-Schulz's input. Source: `torch.optim.Muon`.
 
@@ -242,6 +270,7 @@ def muon_momentum_(batch: Batch) -> None:
             _canonical_nan_(buffer)
 
 
+@_ieee()
 def muon_update_(batch: Batch) -> None:
     """Weight decay, the orthogonalised update, and the shadow. Source: `torch.optim.Muon`.
 

@@ -165,9 +165,8 @@ def _finish_universal_load(opt: FairCastOptimizer) -> None:
         state.pop("master", None)
         state.update({k: v.clone() for k, v in state.items()})  # stage 3 shares one `step`
     saved = opt.param_groups[0]
-    checkpoint.load_options(
-        opt.weights, **{k: saved[k] for k in ("seed", "dither", "epoch", "served_version")}
-    )
+    options = {k: saved[k] for k in ("seed", "dither", "epoch", "served_version")}
+    checkpoint.load_options(opt.weights, **options)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fc_optim.integrations.needs import needs
+from fc_optim.kernels.reference import nearest_bf16
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.params.names import clean_name, param_id
 from fc_optim.serving.rounding import stochastic_round
@@ -104,7 +105,7 @@ def _merge(
         if key == "base_layer.weight":
             tensor = _sum(layer, parts)
             if rounding == "nearest":
-                tensor = tensor.bfloat16()
+                tensor = nearest_bf16(tensor)
             else:
                 t = optimizer.weights.context().epoch
                 t = optimizer.served_version if t is None else t

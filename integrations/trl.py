@@ -5,10 +5,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fc_optim.integrations.needs import needs
 from fc_optim.integrations.transformers import FairCastCallback, trained_by
+from fc_optim.kernels.reference import cast
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.params.registry import check_dtype
 from fc_optim.serving.stream import publish_items
@@ -122,7 +124,7 @@ class WeightTransfer:
         assert self._sent is not None and self._sent.version is not None
         managed = self._sent.parameters
         weights: Iterator[tuple[str, Tensor]] = (
-            (name, t.bfloat16() if name in managed else t) for name, t in iterator
+            (name, cast(t, torch.bfloat16) if name in managed else t) for name, t in iterator
         )
         if isinstance(self.engine, WatchingEngine):
             weights = self.engine.watch(weights, self._sent)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 SAMPLES = 1024  # elements per segment that `flag_foreign` compares
+WHOLE = 4 * SAMPLES  # of a segment of up to so many it compares all: no dearer than the samples
 SAMPLE_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: a Weyl sequence, no period against columns
 
 # What a step did to a master M and its container S (new against old), in columns of `counts`:
@@ -96,35 +97,65 @@ class MuonHyper:
     lr_ratio: float
 
 
+def distinct_hypers(hypers: Sequence[AdamHyper | MuonHyper]) -> tuple[list[int], list[Any]]:
+    """Each one's place in the list of distinct ones, and the list. Tensors equal only themselves.
+
+    (As a dictionary's key a hyper with a tensor would compare the tensor's values.)
+    """
+    places: dict[tuple[Any, ...], int] = {}
+    distinct: list[Any] = []
+    index = []
+    for h in hypers:
+        columns = (getattr(h, name) for name in h.__slots__)
+        key = tuple(id(x) if isinstance(x, Tensor) else x for x in columns)
+        if key not in places:
+            places[key] = len(distinct)
+            distinct.append(h)
+        index.append(places[key])
+    return index, distinct
+
+
 @dataclass
 class Batch:
     """Tensors of one dtype set on one device, at least one: what one launch updates.
 
     All lists are parallel. Tensors are contiguous and owned by the caller; kernels write
-    `containers`, `masters`, the moments and `steps` in place.
+    `containers`, `masters`, the moments, `epochs` and `steps` in place.
+
+    A batch is built once and kept over many steps: what backends derive from a list they keep in
+    `cache`, and they trust it for as long as the field holds the same list object. Between steps
+    the caller may replace `grads` (whose addresses are read at every launch), `grad_scale`,
+    `found_inf`, `counts`, `epoch`, and `hypers` or `muon_hypers` where one of them changed, always
+    by a new list. When anything else changes, such as the address of another tensor or a segment,
+    the caller builds a new batch with a cache of its own.
 
     containers: bf16, or fp32 on the bf16 grid. Written, and read only by the foreign-write kernels.
     masters: fp32, finite values at most the largest finite bf16.
-    steps: 0-d fp32, the parameter's own step count; dither epoch t when `epoch` is None.
+    epochs: 0-d int64 on the tensors' device: how many steps each has taken, which `adam_` and
+        `muon_update_` count; their low 32 bits are the dither epoch t when `epoch` is None. Never
+        torch's `step`, which users reset and which stops at 2**24. May be empty where they are
+        neither counted nor read: with `epoch`, for kernels that do not step.
     epoch: dither epoch shared by all tensors (dither "sync" and "held"), or None for "fresh".
     grads: bf16 or fp32. With them come Adam's moments (`max_exp_avg_sqs` is empty without amsgrad)
         or Muon's fp32 momentum buffers, and one entry of `hypers` or `muon_hypers` per tensor.
+    steps: 0-d fp32, Adam only: torch's step count, which its bias correction reads.
     updates: bf16, Muon only: Newton-Schulz's input as `muon_momentum_` leaves it, and its output
         as `muon_update_` takes it.
     grad_scale, found_inf: 0-d or one-element fp32 tensors as torch's GradScaler sets them.
     counts: int64 `[segments of all tensors, len(COUNTS)]`, to which `adam_` and `muon_update_` add
         what they did to the elements that `is_counted`, or to all with `count_all`; None: nothing.
-    cache, shared: for the backend's own use between launches, on the same parameters and of the
-        same optimizer on the same device.
+    cache, shared: for the backend's own use between launches: on this batch; and of the same
+        optimizer on the same device.
     """
 
     containers: list[Tensor]
     masters: list[Tensor]
     segments: list[Sequence[Segment]]
-    steps: list[Tensor]
+    epochs: list[Tensor]
     seed: int
     epoch: int | None
     grads: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
@@ -227,7 +258,7 @@ def muon_scalars(hyper: MuonHyper, grad_scale: float = 1.0) -> MuonScalars:
 
 def sample_positions(numel: int) -> Tensor:
     """The positions (int64, local to a segment) that `flag_foreign` compares: one per stratum."""
-    count = min(numel, SAMPLES)
+    count = numel if numel <= WHOLE else SAMPLES
     k = torch.arange(count, device="cpu")
     low, high = k * numel // max(count, 1), (k + 1) * numel // max(count, 1)
     mixed = (k * (SAMPLE_MIX - 2**64) >> 20) & (2**44 - 1)

@@ -1,7 +1,7 @@
 """The CPU backend: `reference`'s kernels with the same bits, on a pool of threads."""
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
 from operator import attrgetter
@@ -12,30 +12,15 @@ import torch
 from torch import Tensor
 
 from fc_optim.kernels import cpu_kernels as k
-from fc_optim.kernels.batch import (
-    AdamScalars,
-    Batch,
-    MuonScalars,
-    adam_scalars,
-    muon_scalars,
-    sample_positions,
-)
+from fc_optim.kernels.batch import AdamScalars, Batch, MuonScalars, adam_scalars, muon_scalars
+from fc_optim.kernels.cpu_modes import ieee
+from fc_optim.kernels.cpu_tables import Table, table_of
 from fc_optim.kernels.reference import adopt_
 
-__all__ = ["adam_", "adopt_", "flag_foreign", "muon_momentum_", "muon_update_", "round_", "sample"]
+__all__ = ["adam_", "adopt_", "canonical_", "flag_foreign", "muon_momentum_", "muon_update_"]
+__all__ += ["round_", "sample"]
 
 SERIAL = 1 << 20  # elements: below, waking a thread costs about what it saves
-
-_ADDRESS_COLUMNS = {
-    "containers": k.CONTAINER,
-    "masters": k.MASTER,
-    "grads": k.GRAD,
-    "exp_avgs": k.EXP_AVG,
-    "exp_avg_sqs": k.EXP_AVG_SQ,
-    "max_exp_avg_sqs": k.MAX_EXP_AVG_SQ,
-    "momentum_buffers": k.MOMENTUM_BUFFER,
-    "updates": k.UPDATE,
-}
 
 # ---- Threads
 
@@ -59,7 +44,7 @@ def _launch(kernel: Callable[..., object], elements: int, *args: object) -> None
     helpers = torch.get_num_threads() - 1 if elements >= SERIAL else 0
     if helpers > 0 and _pool is None:
         _pool = ThreadPoolExecutor(max(helpers, os.cpu_count() or 1), "fc_optim")
-    futures = [_pool.submit(kernel, counter, *args) for _ in range(helpers)] if _pool else []
+    futures = [_pool.submit(ieee(kernel), counter, *args) for _ in range(helpers)] if _pool else []
     try:
         kernel(counter, *args)
     finally:  # also on KeyboardInterrupt: the helpers hold bare addresses
@@ -70,75 +55,28 @@ def _launch(kernel: Callable[..., object], elements: int, *args: object) -> None
 
 # ---- Arguments
 
-
-def _segments(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """The table but for addresses, T and SCALARS; and segments' first blocks (last: of all)."""
-    segments = tuple(map(tuple, batch.segments))
-    cached = batch.cache.get(__name__)
-    if cached is None or cached[0] != segments:
-        rows = [
-            (s.numel, s.inner, s.row_stride, s.base, s.param_id, i, s.offset)
-            for i, of_tensor in enumerate(segments)
-            for s in of_tensor
-        ]
-        table = np.zeros((len(rows), k.COLUMNS), np.int64)
-        table[:, k.NUMEL : k.T] = np.array(rows, np.int64).reshape(-1, k.T - k.NUMEL)
-        one_run = table[:, k.INNER] == table[:, k.ROW_STRIDE]
-        table[one_run, k.INNER] = table[one_run, k.NUMEL]
-        firsts = np.concatenate(([0], np.cumsum(-(-table[:, k.NUMEL] // k.BLOCK))))
-        cached = batch.cache[__name__] = segments, table, firsts
-    return cached[1].copy(), cached[2]
-
-
-def _addresses(tensors: list[Tensor]) -> np.ndarray:
-    if not all(map(Tensor.is_contiguous, tensors)):
-        raise ValueError("kernels need contiguous tensors")
-    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
-
-
-def _table(batch: Batch, *lists: str) -> tuple[np.ndarray, np.ndarray]:
-    """The table with the addresses of these lists of the batch, and the first blocks."""
-    table, firsts = _segments(batch)
-    for name in lists:
-        tensors = getattr(batch, name)
-        if tensors:  # else the addresses stay 0
-            offsets = table[:, k.OFFSET] * tensors[0].element_size()
-            column = _ADDRESS_COLUMNS[name]
-            table[:, column] = _addresses(tensors)[table[:, k.TENSOR]] + offsets
-    return table, firsts
-
-
-def _rounding(batch: Batch, table: np.ndarray, steps: np.ndarray) -> tuple[Any, ...]:
-    """Set T; what a kernel that rounds takes last: halves of the key, are containers bf16."""
-    t = steps.astype(np.int64)[table[:, k.TENSOR]] if batch.epoch is None else batch.epoch
-    table[:, k.T] = t & 0xFFFFFFFF
-    key = np.uint64(batch.seed & 0xFFFFFFFF), np.uint64(batch.seed >> 32 & 0xFFFFFFFF)
-    return *key, batch.containers[0].dtype == torch.bfloat16
-
-
 _adam_row = attrgetter(*(f.name for f in fields(AdamScalars)))
 _muon_row = attrgetter(*(f.name for f in fields(MuonScalars)))
 
 
-def _scalars(
-    table: np.ndarray, keys: Iterable[Hashable], row: Callable[[int], tuple[float, ...]]
-) -> np.ndarray:
-    """Set SCALARS; the distinct rows (fp32): `row(i)` of the first tensor i with each key."""
-    rows: list[tuple[float, ...]] = []
-    seen: dict[Hashable, int] = {}
-    index = []
-    for i, key in enumerate(keys):
-        if key not in seen:
-            seen[key] = len(rows)
-            rows.append(row(i))
-        index.append(seen[key])
-    table[:, k.SCALARS] = np.array(index, np.int64)[table[:, k.TENSOR]]
-    return torch.tensor(rows, dtype=torch.float64, device="cpu").to(torch.float32).numpy()
+def _rounding(batch: Batch, table: Table, *, step: bool = False) -> tuple[Any, ...]:
+    """Set T; what a kernel that rounds takes last: halves of the key, are containers bf16.
+
+    With `step`, counts one first: nothing may raise after it.
+    """
+    t: Any = batch.epoch
+    if step or t is None:
+        epochs = k.read_epochs(table.scalar_addresses(batch, "epochs"), step)
+        t = epochs if t is None else t
+    table.set_epochs(t)
+    key = np.uint64(batch.seed & 0xFFFFFFFF), np.uint64(batch.seed >> 32 & 0xFFFFFFFF)
+    return *key, batch.containers[0].dtype == torch.bfloat16
 
 
-def _muon_scalars(batch: Batch, table: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    hypers = batch.muon_hypers
-    return _scalars(table, map(id, hypers), lambda i: _muon_row(muon_scalars(hypers[i], scale)))
+def _muon_scalars(batch: Batch, table: Table, scale: float = 1.0) -> np.ndarray:
+    return table.set_muon_scalars(
+        batch.muon_hypers, lambda hyper: _muon_row(muon_scalars(hyper, scale))
+    )
 
 
 def _counting(batch: Batch) -> tuple[int | None, bool]:
@@ -157,74 +95,78 @@ def _skipped(batch: Batch) -> bool:
 # ---- Kernels
 
 
+@ieee
 def round_(batch: Batch) -> None:
     """As `reference.round_`."""
     if batch.masters:
-        table, firsts = _table(batch, "containers", "masters")
-        rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), False))
-        _launch(k.round_kernel, table[:, k.NUMEL].sum(), table, firsts, *rounding)
+        table = table_of(batch)
+        table.point(batch, "containers", "masters")
+        rounding = _rounding(batch, table)
+        _launch(k.round_kernel, table.elements, table.rows, table.firsts, *rounding)
+
+
+def canonical_(batch: Batch) -> None:
+    """As `reference.canonical_`."""
+    if batch.masters:
+        table = table_of(batch)
+        table.point(batch, "masters")
+        _launch(k.canonical_kernel, table.elements, table.rows, table.firsts)
 
 
 def flag_foreign(batch: Batch) -> Tensor:
     """As `reference.flag_foreign`."""
     flags = torch.zeros(len(batch.masters), dtype=torch.int32, device="cpu")
     if batch.masters:
-        table, _ = _table(batch, "containers", "masters")
-        rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), False))
-        sizes = table[:, k.NUMEL]
-        key = (__name__, "samples")  # depends on sizes only
-        if key not in batch.cache or not np.array_equal(batch.cache[key][0], sizes):
-            positions = [np.empty(0, np.int64)]  # so that there is something to join
-            positions += [sample_positions(n).numpy() for n in sizes.tolist()]
-            ends = np.cumsum([p.size for p in positions])[1:]
-            batch.cache[key] = sizes.copy(), np.concatenate(positions), ends
-        _, positions, ends = batch.cache[key]
-        # A sample costs about what 20 elements of a step do: cache and TLB misses.
-        work = 20 * positions.size
-        _launch(k.flag_kernel, work, table, positions, ends, flags.numpy(), *rounding)
+        table = table_of(batch)
+        table.point(batch, "containers", "masters")
+        rounding = _rounding(batch, table)
+        positions, ends, work = table.samples()
+        _launch(k.flag_kernel, work, table.rows, positions, ends, flags.numpy(), *rounding)
     return flags
 
 
+@ieee
 def adam_(batch: Batch) -> None:
     """As `reference.adam_`."""
     if _skipped(batch):
         return
-    moments = "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"
-    table, firsts = _table(batch, "containers", "masters", "grads", *moments)
-    addresses = _addresses(batch.steps)
-    steps = k.read_steps(addresses, False) + np.float32(1)
-    rounding = *_rounding(batch, table, steps), *_counting(batch)
-    hypers, counts, scale = batch.hypers, steps.tolist(), _scale(batch)
-    scalars = _scalars(
-        table,
-        zip(map(id, hypers), counts, strict=True),
-        lambda i: _adam_row(adam_scalars(hypers[i], int(counts[i]), scale)),
+    table = table_of(batch)
+    table.point(batch, "containers", "masters", "grads")
+    table.point(batch, "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+    addresses = table.scalar_addresses(batch, "steps")
+    steps, scale = k.read_steps(addresses, False) + np.float32(1), _scale(batch)
+    scalars = table.set_adam_scalars(
+        batch.hypers, steps, lambda hyper, step: _adam_row(adam_scalars(hyper, step, scale))
     )
-    grad16 = batch.grads[0].dtype == torch.bfloat16
-    elements = table[:, k.NUMEL].sum()
+    arguments = table.rows, table.firsts, scalars, batch.grads[0].dtype == torch.bfloat16
     k.read_steps(addresses, True)  # not before: hyper-parameters may have raised
-    _launch(k.adam_kernel, elements, table, firsts, scalars, grad16, *rounding)
+    rounding = _rounding(batch, table, step=True)
+    _launch(k.adam_kernel, table.elements, *arguments, *rounding, *_counting(batch))
 
 
+@ieee
 def muon_momentum_(batch: Batch) -> None:
     """As `reference.muon_momentum_`."""
     if _skipped(batch):
         return
-    table, firsts = _table(batch, "grads", "momentum_buffers", "updates")
+    table = table_of(batch)
+    table.point(batch, "grads", "momentum_buffers", "updates")
     scalars = _muon_scalars(batch, table, _scale(batch))
     grad16 = batch.grads[0].dtype == torch.bfloat16
-    _launch(k.momentum_kernel, table[:, k.NUMEL].sum(), table, firsts, scalars, grad16)
+    _launch(k.momentum_kernel, table.elements, table.rows, table.firsts, scalars, grad16)
 
 
+@ieee
 def muon_update_(batch: Batch) -> None:
     """As `reference.muon_update_`."""
     if _skipped(batch):
         return
-    table, firsts = _table(batch, "containers", "masters", "updates")
+    table = table_of(batch)
+    table.point(batch, "containers", "masters", "updates")
     scalars = _muon_scalars(batch, table)
-    rounding = _rounding(batch, table, k.read_steps(_addresses(batch.steps), True))
-    rounding = *rounding, *_counting(batch)
-    _launch(k.update_kernel, table[:, k.NUMEL].sum(), table, firsts, scalars, *rounding)
+    rounding = _rounding(batch, table, step=True)
+    arguments = table.rows, table.firsts, scalars, *rounding, *_counting(batch)
+    _launch(k.update_kernel, table.elements, *arguments)
 
 
 def sample(tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[Any, Any]) -> Tensor:

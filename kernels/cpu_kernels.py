@@ -19,7 +19,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fc_optim.kernels.batch import CHUNK_BITS, COUNTS, SAMPLE_MIX, SAMPLES, STRATUM_BITS
+from fc_optim.kernels.batch import CHUNK_BITS, COUNTS, SAMPLE_MIX, SAMPLES, STRATUM_BITS, WHOLE
 
 BLOCK = 1 << 14  # elements a thread claims at a time: about 15 microseconds of work
 TILE = 512  # elements: 8 KiB of four fp32 arrays, a quarter of a first-level cache
@@ -54,6 +54,7 @@ def _stream(name: str, dtype: Any) -> tuple[Any, Any]:
 
     Streams never overlap. LLVM is told so (docs: "noalias and alias.scope metadata"): it would
     else check at run time before each loop, and not vectorise a loop over five arrays at all.
+    The stream "any" may be one of them.
     """
 
     def access(context: Any, builder: Any, address: Any, i: Any, value: Any = None) -> Any:
@@ -61,6 +62,8 @@ def _stream(name: str, dtype: Any) -> tuple[Any, Any]:
         pointer = builder.gep(pointer, [i], inbounds=True)
         made = builder.load(pointer) if value is None else builder.store(value, pointer)
         made.align = dtype.bitwidth // 8
+        if name == "any":
+            return made
         add, string = builder.module.add_metadata, ir.MetaDataString
         domain = add([string(builder.module, __name__)])
         scopes = {s: add([string(builder.module, f"{__name__}.{s}"), domain]) for s in STREAMS}
@@ -100,6 +103,8 @@ _random, _ = _stream("words", types.uint16)
 _, _put_words = _stream("words", types.uint64)
 _kept, _keep = _stream("kept", types.float32)
 _kept_bits, _ = _stream("kept", types.uint32)
+_pattern, _put_pattern = _stream("any", types.uint32)
+_epoch, _put_epoch = _stream("any", types.int64)
 
 
 @intrinsic
@@ -145,7 +150,7 @@ def _fill(words, row, e, n, key0, key1):
 def _canonical(bits):
     magnitude = bits & MAGNITUDE
     if magnitude > INF:
-        return (bits & SIGN) | QUIET_NAN
+        return QUIET_NAN
     if LARGEST_BF16 < magnitude < INF:
         return (bits & SIGN) | LARGEST_BF16
     return bits
@@ -161,7 +166,7 @@ def _nearest(x):
     """The bf16 pattern nearest to x, ties to even."""
     bits = np.float32(x).view(np.uint32)
     if bits & MAGNITUDE > INF:
-        return np.uint16((bits | QUIET_NAN) >> U16)
+        return np.uint16(QUIET_NAN >> U16)
     return np.uint16(bits + np.uint64(0x7FFF) + (bits >> U16 & np.uint64(1)) >> U16)
 
 
@@ -169,6 +174,22 @@ def _nearest(x):
 def _make_canonical(w, n):
     for i in range(n):
         _put_bits(w, i, _canonical(_bits(w, i)))
+
+
+@_jit
+def _is_canonical(w, n):
+    changed = np.uint32(0)
+    for i in range(n):
+        changed |= _bits(w, i) ^ _canonical(_bits(w, i))
+    return changed == 0
+
+
+@_jit
+def _canonical_nan(x, n):
+    """Of moments, where a NaN was computed: its sign is up to the instructions that LLVM chose."""
+    for i in range(n):
+        bits = _pattern(x, i)
+        _put_pattern(x, i, QUIET_NAN if bits & MAGNITUDE > INF else bits)
 
 
 @_jit
@@ -231,6 +252,18 @@ def round_kernel(counter, table, firsts, key0, key1, narrow):
         for at in range(start, stop, TILE):
             n = min(TILE, stop - at)
             _round_tile(table[s], at, n, words.ctypes.data, key0, key1, narrow, False, None)
+
+
+@_jit
+def canonical_kernel(counter, table, firsts):
+    while True:
+        s, start, stop = _next_block(counter, table, firsts)
+        if start < 0:
+            return
+        for at in range(start, stop, TILE):
+            w, n = table[s, MASTER] + 4 * at, min(TILE, stop - at)
+            if not _is_canonical(w, n):  # seldom: what is only read costs half
+                _make_canonical(w, n)
 
 
 # ---- Counting: what a step does to a run of elements goes to `found`, in columns of COUNTS
@@ -320,14 +353,48 @@ def _is_foreign(row, at, found, masters, key0, key1, narrow):
 
 
 @_jit
+def _differs(container, bits, words, n, narrow):
+    """Compare a run with its shadow."""
+    differing = np.uint32(0)
+    for i in range(n):
+        if narrow:
+            found = np.uint32(np.uint64(_container16(container, i)) << U16)
+        else:
+            found = _container32(container, i)
+        shadow = np.uint32(_canonical(_bits(bits, i)) + _random(words, i) & HIGH16)
+        differing |= shadow ^ _canonical(found)
+    return differing != 0
+
+
+@_jit
+def _is_any_foreign(row, words, key0, key1, narrow):
+    """Compare a whole segment with its shadow, run by run: Philox once for 8 elements."""
+    at, numel, inner = 0, row[NUMEL], row[INNER]
+    while at < numel:
+        run = min(inner - at % inner, numel - at, TILE)
+        e = row[BASE] + at // inner * row[ROW_STRIDE] + at % inner
+        _fill(words, row, e, run, key0, key1)
+        container = row[CONTAINER] + (2 * at if narrow else 4 * at)
+        if _differs(container, row[MASTER] + 4 * at, words + 2 * (e & 7), run, narrow):
+            return True
+        at += run
+    return False
+
+
+@_jit
 def flag_kernel(counter, table, positions, ends, flags, key0, key1, narrow):
+    words = np.empty(TILE // 4 + 2, np.uint64)
     found, masters = np.empty(SAMPLES, np.uint32), np.empty(SAMPLES, np.uint32)
     while True:
         s = _fetch_add(counter.ctypes.data, 1)
         if s >= len(table):
-            return
-        at = positions[ends[s] - min(table[s, NUMEL], SAMPLES) : ends[s]]
-        if _is_foreign(table[s], at, found, masters, key0, key1, narrow):
+            return words[0]  # keeps the buffer alive
+        if table[s, NUMEL] <= WHOLE:
+            foreign = _is_any_foreign(table[s], words.ctypes.data, key0, key1, narrow)
+        else:
+            at = positions[ends[s] - SAMPLES : ends[s]]
+            foreign = _is_foreign(table[s], at, found, masters, key0, key1, narrow)
+        if foreign:
             flags[table[s, TENSOR]] = 1
 
 
@@ -363,7 +430,7 @@ def _adam_run(w, m, v, g, grad16, maximum, n, x, kept, found, usual):
         _put_exp_avg_sq(v, i, vi)
         if maximum is not None:
             old = _maximum(maximum, i)
-            vi = old if old >= vi or old != old else vi  # NaN wins, as in torch.maximum
+            vi = vi if vi > old or vi != vi else old  # NaN wins, as in torch.maximum
             _put_maximum(maximum, i, vi)
         before, bits = wi, _bits(w, i)
         wi = wi * decay + mi * neg_step_size / (np.sqrt(vi) / correction + eps)
@@ -393,8 +460,12 @@ def _adam_tile(row, start, n, g, grad16, x, kept, found):
         fine = _adam_case(w, m, v, g, grad16, row[MAX_EXP_AVG_SQ] + at, n, x, kept, found)
     else:
         fine = _adam_case(w, m, v, g, grad16, None, n, x, kept, found)
-    if not fine:
+    if not fine:  # a NaN in a moment gives one in the master
         _make_canonical(w, n)
+        _canonical_nan(m, n)
+        _canonical_nan(v, n)
+        if row[MAX_EXP_AVG_SQ]:
+            _canonical_nan(row[MAX_EXP_AVG_SQ] + at, n)
         if found is not None:
             _count_special(w, kept, n, found)
 
@@ -440,11 +511,16 @@ def adam_kernel(counter, table, firsts, scalars, grad16, key0, key1, narrow, cou
 @_jit
 def _momentum_run(m, g, grad16, u, n, x):
     factor, lerp, from_grad, blend, from_buffer = x[0], x[1], x[2] != 0, x[3], x[4] != 0
+    nan = False
     for i in range(n):
         mi, gi = _buffer(m, i), _gradient(g, grad16, i) * factor
         mi = (gi if from_grad else mi) + (gi - mi) * lerp
         _put_buffer(m, i, mi)
-        _put_update(u, i, _nearest((mi if from_buffer else gi) + (mi - gi) * blend))
+        ui = (mi if from_buffer else gi) + (mi - gi) * blend
+        nan |= ui != ui  # as it is where the buffer is
+        _put_update(u, i, _nearest(ui))
+    if nan:
+        _canonical_nan(m, n)
 
 
 @_jit
@@ -514,7 +590,7 @@ def update_kernel(counter, table, firsts, scalars, key0, key1, narrow, counts, c
             _report(found, counts, s)
 
 
-# ---- Step counts
+# ---- Counts of steps
 
 
 @_jit
@@ -525,4 +601,15 @@ def read_steps(addresses, increment):
         if increment:
             values[i] += np.float32(1)
             _put_master(addresses[i], 0, values[i])
+    return values
+
+
+@_jit
+def read_epochs(addresses, increment):
+    values = np.empty(addresses.size, np.int64)
+    for i in range(addresses.size):
+        values[i] = _epoch(addresses[i], 0)
+        if increment:
+            values[i] += 1
+            _put_epoch(addresses[i], 0, values[i])
     return values

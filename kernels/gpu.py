@@ -23,6 +23,7 @@ from fc_optim.kernels.gpu_ops import (
     begin,
     block_bounds,
     canonical,
+    canonical_nan,
     count,
     dither_epoch,
     draw,
@@ -91,7 +92,7 @@ PROGRAMS_PER_CORE = 4  # of the adoption kernel, which in most steps has nothing
 ADAM_REGISTERS = 80
 COUNTING_AMSGRAD_REGISTERS = 96
 
-SAMPLES = tl.constexpr(batch_module.SAMPLES)
+SAMPLES, WHOLE = tl.constexpr(batch_module.SAMPLES), tl.constexpr(batch_module.WHOLE)
 COUNTS = tl.constexpr(len(batch_module.COUNTS))
 
 
@@ -110,19 +111,23 @@ def _flag_kernel(segments, tensors, epoch, flags, C: tl.constexpr):
     row = segments + tl.program_id(0).to(tl.int64) * SEGMENT_COLUMNS
     first = tl.load(row + FIRST)
     numel = tl.load(row + END) - first
-    count = tl.maximum(tl.minimum(numel, SAMPLES), 1)
-    k = tl.arange(0, SAMPLES).to(tl.int64)
-    mask = k < numel
-    low, high = k * numel // count, (k + 1) * numel // count
-    mixed = ((k * SAMPLE_MIX) >> 20) & ((1 << 44) - 1)
-    slot = first + low + mixed % tl.where(mask, high - low, 1)
+    count = tl.where(numel <= WHOLE, numel, SAMPLES).to(tl.int64)
     i = tl.load(row + TENSOR)
-    words = draw_at(flat_index(row, slot), row, dither_epoch(tensors, epoch, i))
-    bits = canonical(tl.load(pointer(row, MASTER, tl.int32) + slot, mask=mask, other=0))
-    found = tl.load(pointer(row, CONTAINER, C) + slot, mask=mask, other=0)
-    foreign = mask & (canonical(widen(found, C)) != shadow_of(bits, words))
-    if tl.max(foreign.to(tl.int32), axis=0) != 0:
-        tl.store(flags + i, 1)
+    t = dither_epoch(tensors, epoch, i)
+    j = tl.zeros((), tl.int64)
+    while j < count:
+        k = j + tl.arange(0, SAMPLES)
+        mask = k < count
+        low, high = k * numel // count, (k + 1) * numel // count
+        mixed = ((k * SAMPLE_MIX) >> 20) & ((1 << 44) - 1)
+        slot = first + low + mixed % tl.where(mask, high - low, 1)
+        words = draw_at(flat_index(row, slot), row, t)
+        bits = canonical(tl.load(pointer(row, MASTER, tl.int32) + slot, mask=mask, other=0))
+        found = tl.load(pointer(row, CONTAINER, C) + slot, mask=mask, other=0)
+        foreign = mask & (canonical(widen(found, C)) != shadow_of(bits, words))
+        if tl.max(foreign.to(tl.int32), axis=0) != 0:
+            tl.store(flags + i, 1)
+        j += SAMPLES
 
 
 @triton.jit(do_not_specialize=["count", "flags"])
@@ -158,10 +163,9 @@ def _adopt_segment(row, tensors, epoch, counts, C: tl.constexpr, STRIDED: tl.con
         words = draw(row, start, t, STRIDED)
         foreign = found != shadow_of(canonical(bits), words)
         foreign &= (tl.arange(0, BLOCK) >= bounds[0]) & (tl.arange(0, BLOCK) < bounds[1])
-        at = pointer(row, MASTER, tl.int32) + start + tl.arange(0, BLOCK)
-        tl.store(at, found, mask=foreign)
-        at = pointer(row, CONTAINER, C) + start + tl.arange(0, BLOCK)
-        tl.store(at, narrow(shadow_of(found, words), C), mask=foreign)
+        bits = tl.where(foreign, found, bits)
+        store(row, MASTER, tl.int32, start, bounds, bits)
+        store(row, CONTAINER, C, start, bounds, narrow(shadow_of(canonical(bits), words), C))
         tl.atomic_add(counts + i, tl.sum(foreign.to(tl.int32), axis=0).to(tl.int64))
         start += tl.num_programs(0) * BLOCK
 
@@ -247,7 +251,7 @@ def _adam_kernel(
     m = tl.where(tl.load(s + FROM_GRAD) != 0, g, m) + (g - m) * scalar(s, LERP)
     v = v * scalar(s, SECOND) + g * scalar(s, ONE_MINUS_SECOND) * g
     if AMSGRAD:
-        second = tl.maximum(second, v, propagate_nan=tl.PropagateNan.ALL)
+        second = tl.where((v > second) | (v != v), v, second)  # settles NaN, and 0 against -0
     else:
         second = v
     root = tl.div_rn(tl.sqrt_rn(second), scalar(s, BIAS_CORRECTION2_SQRT))
@@ -261,10 +265,10 @@ def _adam_kernel(
 
 @triton.jit
 def _store_moments(row, start, bounds, m, v, second, AMSGRAD: tl.constexpr):
-    store(row, EXP_AVG, tl.float32, start, bounds, m)
-    store(row, EXP_AVG_SQ, tl.float32, start, bounds, v)
+    store(row, EXP_AVG, tl.int32, start, bounds, canonical_nan(m))
+    store(row, EXP_AVG_SQ, tl.int32, start, bounds, canonical_nan(v))
     if AMSGRAD:
-        store(row, MAX_EXP_AVG_SQ, tl.float32, start, bounds, second)
+        store(row, MAX_EXP_AVG_SQ, tl.int32, start, bounds, canonical_nan(second))
 
 
 @triton.jit
@@ -281,7 +285,7 @@ def _muon_momentum_kernel(segments, blocks, scalars, G: tl.constexpr):
     buffer = tl.where(tl.load(s + FROM_GRAD) != 0, g, buffer) + (g - buffer) * scalar(s, LERP)
     blended = (buffer - g) * scalar(s, BLEND)
     update = tl.where(tl.load(s + FROM_BUFFER) != 0, buffer, g) + blended
-    store(row, MOMENTUM_BUFFER, tl.float32, start, bounds, buffer)
+    store(row, MOMENTUM_BUFFER, tl.int32, start, bounds, canonical_nan(buffer))
     store(row, UPDATE, tl.int16, start, bounds, narrow(nearest(update), tl.int16))
 
 

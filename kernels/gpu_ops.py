@@ -30,6 +30,7 @@ from fc_optim.kernels.gpu_tables import (
     SEGMENT_COLUMNS,
     SKIP,
     STEP,
+    TAKEN,
     TENSOR_COLUMNS,
     WARPS,
 )
@@ -144,9 +145,14 @@ def draw(row, start, t, STRIDED: tl.constexpr):
 def canonical(bits):
     """`reference.canonical_bits`."""
     magnitude = bits & 0x7FFFFFFF
-    finite = tl.minimum(magnitude, LARGEST_BF16)
-    other = tl.where(magnitude == INF, INF, QUIET_NAN)
-    return (bits & -0x80000000) | tl.where(magnitude >= INF, other, finite)
+    clamped = (bits & -0x80000000) | tl.minimum(magnitude, LARGEST_BF16)
+    return tl.where(magnitude < INF, clamped, tl.where(magnitude == INF, bits, QUIET_NAN))
+
+
+@triton.jit
+def canonical_nan(x):
+    """The patterns (int32) of fp32 numbers, with the one NaN that has no sign."""
+    return tl.where(x != x, QUIET_NAN, x.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -182,10 +188,10 @@ def nearest(x):
 
 @triton.jit
 def dither_epoch(tensors, epoch, i):
-    """The dither epoch of tensor `i`: the batch's own, or (when that is -1) its step count."""
+    """The dither epoch of tensor `i`: the batch's own, or (when that is -1) the steps it took."""
     t = tl.load(epoch)
     if t < 0:
-        t = tl.load(pointer(tensors + i * TENSOR_COLUMNS, STEP, tl.float32)).to(tl.int64)
+        t = tl.load(pointer(tensors + i * TENSOR_COLUMNS, TAKEN, tl.int64))
     return t.to(tl.int32)
 
 
@@ -215,25 +221,32 @@ def put(at, x, live):
 
 @triton.jit
 def begin(tensors, epoch, hypers, scalars, count, ADVANCE: tl.constexpr):
-    """What the prologues share: `steps += 1` unless `found_inf` (where ADVANCE), `t`, grad_scale.
+    """What the prologues share: counting unless `found_inf` (where ADVANCE), `t`, grad_scale.
 
     Returns, for a block of tensors, their rows of `hypers` and of `scalars`, which of them exist,
-    their step counts and grad_scales.
+    their step counts (Adam's) and grad_scales.
     """
     i = tl.program_id(0) * PREPARE_BLOCK + tl.arange(0, PREPARE_BLOCK)
     live = i < count
     row = tensors + i * TENSOR_COLUMNS
     skip = _optional(row + FOUND_INF, live, 0.0) != 0
-    step_at = tl.load(row + STEP, live, other=0).to(tl.pointer_type(tl.float32))
-    step = tl.load(step_at, live, other=0.0)
+    step_at = tl.load(row + STEP, live, other=0)
+    has_step = step_at != 0
+    step_at = step_at.to(tl.pointer_type(tl.float32))
+    step = tl.load(step_at, has_step, other=0.0)
+    taken_at = tl.load(row + TAKEN, live, other=0)
+    has_taken = taken_at != 0
+    taken_at = taken_at.to(tl.pointer_type(tl.int64))
+    taken = tl.load(taken_at, has_taken, other=0)
     if ADVANCE:
-        step += 1.0
-        tl.store(step_at, step, live & ~skip)
-    n = tl.where(live, step, 0.0).to(tl.int64)
+        step, taken = step + 1.0, taken + 1
+        tl.store(step_at, step, has_step & ~skip)
+        tl.store(taken_at, taken, has_taken & ~skip)
+    n = tl.where(has_step, step, 0.0).to(tl.int64)
     t = tl.load(epoch)
     out = scalars + i * SCALAR_COLUMNS
     tl.store(out + SKIP, skip.to(tl.int32), live)
-    tl.store(out + EPOCH, tl.where(t < 0, n, t).to(tl.int32), live)
+    tl.store(out + EPOCH, tl.where(t < 0, taken, t).to(tl.int32), live)
     h = hypers + tl.load(row + HYPER, live, other=0) * HYPER_COLUMNS
     return h, out, live, n, _optional(row + GRAD_SCALE, live, 1.0).to(tl.float64)
 

@@ -42,8 +42,8 @@ STREAMS = {  # fields of `Batch`
 }
 
 # Columns of the tensor table (int64) and of the hyper-parameter table (float64).
-STEP, HYPER, FOUND_INF, GRAD_SCALE = map(tl.constexpr, range(4))
-TENSOR_COLUMNS = tl.constexpr(4)
+STEP, TAKEN, HYPER, FOUND_INF, GRAD_SCALE = map(tl.constexpr, range(5))
+TENSOR_COLUMNS = tl.constexpr(5)
 LR, WEIGHT_DECAY = map(tl.constexpr, range(2))
 BETA1, BETA2, EPS, DECOUPLED, MAXIMIZE = map(tl.constexpr, range(2, 7))  # Adam
 MOMENTUM, NESTEROV, LR_RATIO = map(tl.constexpr, range(2, 5))  # Muon
@@ -127,7 +127,8 @@ class Launch:
         """The tensor table."""
         batch, count = self.batch, len(self.batch.masters)
         rows, _ = self._hyper_rows()
-        columns = [[x.data_ptr() for x in batch.steps], rows or [0] * count]
+        columns = [[x.data_ptr() for x in xs] or [0] * count for xs in (batch.steps, batch.epochs)]
+        columns.append(rows or [0] * count)
         for x in (batch.found_inf, batch.grad_scale):
             columns.append([0 if x is None else x.data_ptr()] * count)
         return self._table("gpu tensors", columns, lambda: torch.tensor(columns).T.contiguous())

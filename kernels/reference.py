@@ -22,12 +22,17 @@ from fc_optim.kernels.batch import (
 )
 
 CHUNK = 1 << 18  # elements per pass: bounds the int64 temporaries to a few MB
+# On a CPU torch splits longer loops between threads of which each has a floating-point mode of its
+# own: what is computed stays in the caller's, which `_ieee` sets.
+SERIAL_CHUNK = 1 << 14
+CAST_CHUNK = 1 << 22  # the same, of a cast, for devices that like long loops
 MASK32 = 0xFFFFFFFF
 SIGN = -0x80000000
 INF = 0x7F800000
 QUIET_NAN = 0x7FC00000
 LARGEST_BF16 = 0x7F7F0000
 SMALLEST_NORMAL = 2.0**-126  # fp32's, and bf16's
+SMALLEST_DOUBLE = 2.0**-1022  # of the normal ones
 
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57  # Salmon et al. 2011, table 2
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
@@ -87,10 +92,37 @@ def _philox_of_groups(g: Tensor, param_id: int, seed: int, t: int, stream: int) 
 
 
 def canonical_bits(bits: Tensor) -> Tensor:
-    """fp32 patterns (int32) as a master may hold them: NaN quiet, finite values within bf16."""
+    """fp32 patterns (int32) as a master may hold them: one NaN, finite values within bf16.
+
+    The NaN has no sign: that of a computed one differs between processors, and on one of them
+    between vector widths.
+    """
     magnitude, sign = bits & 0x7FFFFFFF, bits & SIGN
     bits = torch.where((magnitude > LARGEST_BF16) & (magnitude < INF), sign | LARGEST_BF16, bits)
-    return torch.where(magnitude > INF, sign | QUIET_NAN, bits)
+    return torch.where(magnitude > INF, QUIET_NAN, bits)
+
+
+def nearest_bf16(x: Tensor) -> Tensor:
+    """fp32 values to the nearest bf16, ties to even; a new contiguous tensor. Every NaN is 0x7FC0.
+
+    In integers: torch's own cast makes 0xFFFF of a NaN in a vector and 0x7FC0 at a loop's end, so
+    that what a value becomes depends on where its shard is cut.
+    """
+    source = x.detach().contiguous().view(-1)
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    for part, target in zip(source.split(CAST_CHUNK), out.view(-1).split(CAST_CHUNK), strict=True):
+        bits = part.view(torch.int32)
+        rounded = (bits >> 16).bitwise_and_(1).add_(bits).add_(0x7FFF)
+        rounded.masked_fill_(bits & 0x7FFFFFFF > INF, QUIET_NAN)
+        target.view(torch.int16).copy_(rounded >> 16)
+    return out
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, but fp32 to bf16 as `nearest_bf16` has it: every export's cast."""
+    if x.dtype == torch.float32 and dtype == torch.bfloat16:
+        return nearest_bf16(x)
+    return x.to(dtype)
 
 
 def round_bits(bits: Tensor, words: Tensor) -> Tensor:
@@ -116,12 +148,13 @@ def load_container(container: Tensor) -> Tensor:
 
 
 def _dither_epoch(batch: Batch, i: int) -> int:
-    return int(batch.steps[i].item()) if batch.epoch is None else batch.epoch
+    return int(batch.epochs[i].item()) if batch.epoch is None else batch.epoch
 
 
 def _chunks(batch: Batch, i: int) -> Iterator[tuple[Segment, slice]]:
+    size = SERIAL_CHUNK if batch.masters[i].device.type == "cpu" else CHUNK
     for segment in batch.segments[i]:
-        for part in segment.split(CHUNK):
+        for part in segment.split(size):
             yield part, slice(part.offset, part.offset + part.numel)
 
 
@@ -133,6 +166,14 @@ def round_(batch: Batch) -> None:
             words = random_words(part, seed=batch.seed, t=t, device=master.device)
             shadow = round_bits(master.view(-1)[at].view(torch.int32), words)
             store_shadow(container.view(-1)[at], shadow)
+
+
+def canonical_(batch: Batch) -> None:
+    """masters <- the same, as a master may hold them: see `canonical_bits`. Reads nothing else."""
+    for i, master in enumerate(batch.masters):
+        for _, at in _chunks(batch, i):
+            bits = master.view(-1)[at].view(torch.int32)
+            bits.copy_(canonical_bits(bits))
 
 
 def flag_foreign(batch: Batch) -> Tensor:
@@ -173,17 +214,32 @@ def adopt_(batch: Batch, flags: Tensor) -> Tensor:
     return counts
 
 
+@contextlib.contextmanager
+def _ieee() -> Iterator[None]:
+    """Keep subnormals, whatever `torch.set_flush_denormal` said; and as it was, afterwards."""
+    flushes = SMALLEST_DOUBLE * 0.5 == 0.0
+    if flushes:
+        torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushes:
+            torch.set_flush_denormal(True)
+
+
+@_ieee()
 def adam_(batch: Batch) -> None:
     """One step of Adam or AdamW, and its shadow. Source: `torch.optim.adam._single_tensor_adam`.
 
-    Reads grads; writes steps, moments, masters and containers. A non-zero `found_inf` leaves all
-    of them alone.
+    Reads grads; writes epochs, steps, moments, masters and containers. A non-zero `found_inf`
+    leaves all of them alone.
     """
     if _skipped(batch):
         return
     for i in range(len(batch.masters)):
         scalars = adam_scalars(batch.hypers[i], int(batch.steps[i].item()) + 1, _scale(batch))
         batch.steps[i] += 1
+        batch.epochs[i] += 1
         t = _dither_epoch(batch, i)
         for part, at in _chunks(batch, i):
             with _counting(batch, i, part):
@@ -191,6 +247,7 @@ def adam_(batch: Batch) -> None:
                 _finish(batch, i, part, at, t)
 
 
+@_ieee()
 def muon_momentum_(batch: Batch) -> None:
     """Momentum, Nesterov, and the cast to Newton-Schulz's input. Source: `torch.optim.Muon`.
 
@@ -208,19 +265,22 @@ def muon_momentum_(batch: Batch) -> None:
                 (g if scalars.from_grad else buffer) + (g - buffer) * _fp32(scalars.lerp, g)
             )
             blended = (buffer - g) * _fp32(scalars.blend, buffer)
-            batch.updates[i].view(-1)[at] = (buffer if scalars.from_buffer else g) + blended
+            update = (buffer if scalars.from_buffer else g) + blended
+            batch.updates[i].view(-1)[at] = nearest_bf16(update)
+            _canonical_nan_(buffer)
 
 
+@_ieee()
 def muon_update_(batch: Batch) -> None:
     """Weight decay, the orthogonalised update, and the shadow. Source: `torch.optim.Muon`.
 
-    Reads updates; writes steps, masters and containers. A non-zero `found_inf` leaves all alone.
+    Reads updates; writes epochs, masters and containers. A non-zero `found_inf` leaves all alone.
     """
     if _skipped(batch):
         return
     for i, master in enumerate(batch.masters):
         scalars = muon_scalars(batch.muon_hypers[i])
-        batch.steps[i] += 1
+        batch.epochs[i] += 1
         t = _dither_epoch(batch, i)
         for part, at in _chunks(batch, i):
             w, update = master.view(-1)[at], batch.updates[i].view(-1)[at].float()
@@ -235,6 +295,12 @@ def _finish(batch: Batch, i: int, part: Segment, at: slice, t: int) -> None:
     bits.copy_(canonical_bits(bits))
     words = random_words(part, seed=batch.seed, t=t, device=bits.device)
     store_shadow(batch.containers[i].view(-1)[at], round_bits(bits, words))
+
+
+def _canonical_nan_(*tensors: Tensor) -> None:
+    for x in tensors:
+        bits = x.view(torch.int32)
+        bits.masked_fill_(bits & 0x7FFFFFFF > INF, QUIET_NAN)
 
 
 def _skipped(batch: Batch) -> bool:
@@ -262,10 +328,12 @@ def _adam_chunk(batch: Batch, i: int, at: slice, scalars: AdamScalars) -> None:
     second = v
     if batch.max_exp_avg_sqs:
         second = batch.max_exp_avg_sqs[i].view(-1)[at]
-        second.copy_(torch.maximum(second, v))
+        # Not `maximum`: whether that gives 0 or -0 of the two differs between vector widths.
+        second.copy_(torch.where((v > second) | v.isnan(), v, second))
     root = second.double().sqrt().to(torch.float32)
     denominator = root / _fp32(scalars.bias_correction2_sqrt, w) + _fp32(scalars.eps, w)
     w.add_(m * _fp32(scalars.neg_step_size, w) / denominator)
+    _canonical_nan_(m, v, second)
 
 
 # ---- Counting

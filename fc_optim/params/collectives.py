@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from fc_optim.kernels.batch import Segment
+from fc_optim.kernels.reference import cast
 from fc_optim.params.layouts import Group, Piece
 
 _ALIGN = 16  # bytes: where a parameter of a bucket starts
 
 
 def copy_from_shard(whole: Tensor, part: Tensor, segments: Iterable[Segment]) -> None:
-    """Copy a rank's flat buffer to its places in a flat unsharded parameter."""
+    """Copy a rank's flat buffer to its places in a flat unsharded parameter, in its dtype."""
     for s in segments:
         rows = whole.as_strided(
             (s.rows, s.inner), (s.row_stride, 1), whole.storage_offset() + s.base
         )
-        rows.copy_(part[s.offset : s.offset + s.numel].view(s.rows, s.inner))
+        elements = cast(part[s.offset : s.offset + s.numel], whole.dtype)
+        rows.copy_(elements.view(s.rows, s.inner))
 
 
 def copy_to_shard(whole: Tensor, segments: Sequence[Segment], out: Tensor) -> None:

@@ -14,7 +14,8 @@ def stochastic_round(
     """Round fp32 values to bf16, each up or down with the probability that makes it unbiased.
 
     P(away from zero) is exactly the discarded 16 bits / 65536. A value on the bf16 grid never
-    moves; NaN stays NaN (quiet, sign kept), Inf stays Inf, and a finite value never becomes Inf.
+    moves; NaN stays NaN (0x7FC0, whatever its sign), Inf stays Inf, and a finite value never
+    becomes Inf.
     Random bits are Philox4x32-10 of (seed, flat index, param_id, t): the result depends on nothing
     else, and `x` may be any contiguous piece of a parameter.
 
@@ -52,7 +53,7 @@ def stochastic_round(
             containers=[out],
             masters=[x.detach().contiguous()],
             segments=[(Segment(param_id, base=offset, rows=1, inner=n, row_stride=n),)],
-            steps=[torch.zeros((), dtype=torch.float32, device=x.device)],
+            epochs=[],
             seed=seed,
             epoch=t,
         )

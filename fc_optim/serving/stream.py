@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fc_optim.kernels.reference import cast
 from fc_optim.params import sources
 from fc_optim.params.collectives import gather
 from fc_optim.params.layouts import Group, Layout, Piece
@@ -70,7 +71,7 @@ class Item:
             part = part.view(-1)[:0]
         if not self.groups:
             part = part.view(self.piece.shape) if part.shape != self.piece.shape else part
-        return part.to(self.dtype)  # exact: the container is on the grid
+        return cast(part, self.dtype)  # exact: the container is on the grid
 
 
 def publish_items(

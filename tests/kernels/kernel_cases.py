@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper, Segment
 
-QUIET_NAN = 0x7FC00000
+WRITTEN = ["containers", "masters", "epochs", "steps", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"]
+WRITTEN += ["momentum_buffers", "updates"]
 SPECIALS = [  # fp32 patterns
     0x00000000, 0x80000000,  # zeros
     0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x0000FFFF, 0x80018000,  # around subnormals
@@ -76,9 +77,11 @@ def make_batch(
     grad_scale: float | None = None,
     found_inf: float | None = None,
     step: int = 0,
+    taken: int = 0,
 ) -> Batch:
     """A batch of flat tensors of these sizes: random masters, gradients and non-zero moments.
 
+    Tensors have taken `taken` steps or a few more, of which torch's counts say `step` or so.
     Without `segments` each tensor is a whole parameter. Tensors share two hyper-parameter groups.
     """
     generator = torch.Generator().manual_seed(generator_seed)
@@ -99,6 +102,7 @@ def make_batch(
         containers=[x.bfloat16().to(container) for x in masters],
         masters=masters,
         segments=list(segments),
+        epochs=[torch.tensor(taken + i % 4, device=device) for i in range(len(sizes))],
         steps=[torch.tensor(float(step + i % 3), device=device) for i in range(len(sizes))],
         seed=seed,
         epoch=epoch,
@@ -138,6 +142,7 @@ def make_muon_batch(
     hypers = [hyper, replace(hyper, weight_decay=weight_decay / 3, lr_ratio=1.3)]
     return replace(
         batch,
+        steps=[],
         exp_avgs=[],
         exp_avg_sqs=[],
         max_exp_avg_sqs=[],
@@ -168,7 +173,7 @@ def sow_specials(batch: Batch, *, generator_seed: int = 0) -> Batch:
         hit = torch.rand(x.shape, generator=generator) < 0.25
         x.copy_(torch.where(hit.to(x.device), drawn.to(x.device).to(x.dtype), x))
     for v in batch.exp_avg_sqs + batch.max_exp_avg_sqs:
-        v.abs_()  # NaN stays; a negative second moment has no meaning
+        v.copy_(torch.where(v < 0, -v, v))  # NaN and -0 stay; a negative one has no meaning
     return batch
 
 
@@ -180,9 +185,8 @@ def clone_batch(batch: Batch, device: torch.device | str | None = None) -> Batch
             return x.clone() if device is None else x.to(device, copy=True)
         return x
 
-    tensors = ["containers", "masters", "steps", "grads", "exp_avgs", "exp_avg_sqs"]
-    tensors += ["max_exp_avg_sqs", "momentum_buffers", "updates"]
-    lists: dict[str, Any] = {k: [copy(x) for x in getattr(batch, k)] for k in tensors}
+    names = [*WRITTEN, "grads"]
+    lists: dict[str, Any] = {k: [copy(x) for x in getattr(batch, k)] for k in names}
     copies = {id(h): replace(h, lr=copy(h.lr)) for h in batch.hypers}
     muon_copies = {id(h): replace(h, lr=copy(h.lr)) for h in batch.muon_hypers}
     return replace(
@@ -199,29 +203,16 @@ def clone_batch(batch: Batch, device: torch.device | str | None = None) -> Batch
 
 def bits_of(x: Tensor) -> Tensor:
     """The bit patterns, on the CPU."""
-    integer = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.detach().cpu().contiguous().view(integer)
 
 
-def assert_same_bits(a: Batch, b: Batch, *, nan_sign: bool = False) -> None:
-    """Equal bits in all that kernels write.
-
-    NaN moments and updates need only both be NaN. Masters and containers that are NaN with unequal
-    bits must both be canonical and, when `nan_sign`, are refused: the sign of a computed NaN is up
-    to the hardware, that of a copied one is not.
-    """
-    written = ["containers", "masters", "steps", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"]
-    for name in [*written, "momentum_buffers", "updates"]:
+def assert_same_bits(a: Batch, b: Batch) -> None:
+    """Equal bits in all that kernels write, NaNs included."""
+    for name in WRITTEN:
         for i, (x, y) in enumerate(zip(getattr(a, name), getattr(b, name), strict=True)):
             assert x.dtype == y.dtype and x.shape == y.shape
             p, q = bits_of(x).flatten(), bits_of(y).flatten()
-            same = p == q
-            if name.startswith(("exp", "max_exp", "momentum", "updates")):
-                same |= x.cpu().isnan().flatten() & y.cpu().isnan().flatten()
-            elif not nan_sign:
-                wide = x.element_size() == 4
-                quiet, magnitude = (QUIET_NAN, 0x7FFFFFFF) if wide else (QUIET_NAN >> 16, 0x7FFF)
-                same |= (p & magnitude == quiet) & (q & magnitude == quiet)
-            at = (~same).nonzero().flatten().tolist()
+            at = (p != q).nonzero().flatten().tolist()
             detail = [(k, hex(int(p[k])), hex(int(q[k]))) for k in at[:4]]
             assert not at, f"{name}[{i}] of {x.numel()}: {len(at)} differ, first {detail}"

@@ -76,8 +76,9 @@ def test_step_counts_are_fp32_whatever_torchs_default_dtype(dtype, base):
     finally:
         torch.set_default_dtype(torch.float32)
     (entry,) = opt.managed()
-    step = entry.state["step" if base is torch.optim.AdamW else "dither_step"]
-    assert step.dtype == torch.float32 and float(step) == 1
+    if base is torch.optim.AdamW:
+        assert entry.state["step"].dtype == torch.float32 and float(entry.state["step"]) == 1
+    assert entry.state["dither_step"].dtype == torch.int64 and int(entry.state["dither_step"]) == 1
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (2, 4), (64, 4)])

@@ -15,7 +15,7 @@ from fc_optim.params.registry import Managed
 from fc_optim.params.sources import is_sharded, layout_of, source_of, to_local
 from fc_optim.params.words import differing_words
 from fc_optim.update.plan import state_calls
-from fc_optim.update.state import EPOCH, check_shape, complete_state, id_tensor
+from fc_optim.update.state import EPOCH, MASTER, check_shape, complete_state, id_tensor
 from fc_optim.weights import DITHERS, ROUNDING_SCHEME, ServedWeights, StateDict
 
 logger = logging.getLogger("fc_optim")
@@ -115,9 +115,10 @@ def rewrite(weights: ServedWeights, entries: list[Managed]) -> tuple[int, int]:
 
 def _adopt_ids(weights: ServedWeights) -> list[Managed]:
     """Take the loaded identities; returns the parameters that have a master."""
-    entries = [e for e in weights.entries() if "master" in e.state]
+    for e in weights.entries():
+        e.identity.has_master = MASTER in e.state
+    entries = weights.with_master()
     for e in entries:
-        e.identity.has_master = True
         if e.identity.flat:
             e.state.pop("param_id", None)
         elif "param_id" in e.state:

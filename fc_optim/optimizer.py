@@ -149,8 +149,11 @@ class FairCastOptimizer(Optimizer):
 
     def _step_fused(self, plan: Plan, entries: list[Managed]) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for call in self._telemetry.fused(plan.updates(entries)):
-            call.step(scale, found_inf)
+        calls = plan.updates(entries)
+        for call in calls:
+            call.take_scaler(scale, found_inf)
+        for call in self._telemetry.fused(calls):
+            call.step()
         excluded = [g for g in self.param_groups if g["served_dtype"] is None and g["params"]]
         if excluded and not self._skipped():
             self._base_step.run(excluded, self.state, [], plan.context, grad_scale=scale)

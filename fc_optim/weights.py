@@ -215,8 +215,12 @@ class ServedWeights:
         """Raise RuntimeError if a parameter with a master does not hold its shadow."""
         context, entries = self.context(), self.with_master()
         written = self.buffers.compare(entries) if self.buffers else ()
-        planned = self._plan is not None and self._plan.holds(context, self.entries())
-        calls = self._plan.state if planned and self._plan else state_calls(context, entries)
+        if self._plan is not None and self._plan.holds(context, self.entries()):
+            calls = self._plan.state
+        else:
+            for e in entries:
+                check_state(e)
+            calls = state_calls(context, entries)
         self.foreign.check(context, calls, action, written=written)
 
     # -- foreign writes ------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import fc_optim
+from fc_optim.update.state import EPOCH
 
 
 def tiny(dtype=torch.float32, seed=0) -> nn.Sequential:

@@ -76,7 +76,12 @@ class KernelCall:
         self._write_back()
         return counts
 
-    def step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def take_scaler(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """What GradScaler says of the next step, brought to where the kernels are."""
+        device = self.members[0].param.device
+        self.batch.grad_scale, self.batch.found_inf = on(grad_scale, device), on(found_inf, device)
+
+    def step(self) -> None:
         """One step of the algorithm, ending with the shadow. Takes the gradients that are there."""
         batch, algorithm = self.batch, self.algorithm
         assert algorithm is not None
@@ -84,8 +89,6 @@ class KernelCall:
         batch.grads = [
             g if g.is_contiguous() and not g.is_neg() else _dense(g) for g in grads if g.numel()
         ]
-        device = self.members[0].param.device
-        batch.grad_scale, batch.found_inf = on(grad_scale, device), on(found_inf, device)
         self.stage()
         algorithm.prepare(self)
         algorithm.step(self)

@@ -104,9 +104,10 @@ def _complete_epoch(entry: Managed, fused: bool) -> None:
     state = entry.state
     epoch = state.get(EPOCH)
     if epoch is None:
-        steps = state.get("step", 0) if fused else 0
         device = to_local(state[MASTER]).device
-        state[EPOCH] = torch.as_tensor(steps).to(device, torch.int64, copy=True).reshape(())
+        state[EPOCH] = torch.zeros((), dtype=torch.int64, device=device)
+        if fused and "step" in state:
+            state[EPOCH] += int(state["step"])
     elif epoch.dtype != torch.int64:
         state[EPOCH] = epoch.to(torch.int64)
 

@@ -328,7 +328,8 @@ def check_memory(entries: Iterable[Managed]) -> None:
     """
     held = [(e.local.data_ptr(), e) for e in entries if e.local.numel() and e.local.data_ptr()]
     held.sort(key=lambda found: found[0])
-    end, last = {}, {}  # by device
+    end: dict[torch.device, int] = {}
+    last: dict[torch.device, Managed] = {}
     for begin, e in held:
         device = e.local.device
         if begin < end.get(device, 0):

@@ -17,8 +17,8 @@ from fc_optim.params.layouts import Group, Layout, Piece
 
 _PLAIN = (Tensor, nn.Parameter)
 _SOURCES = {  # framework -> the module with its SOURCE
-    "torch.distributed.tensor": "fc_optim.integrations.dtensor",
     "torch.distributed.fsdp": "fc_optim.integrations.fsdp",
+    "torch.distributed.tensor": "fc_optim.integrations.dtensor",
     "deepspeed": "fc_optim.integrations.deepspeed_params",
 }
 

@@ -58,10 +58,9 @@ def _check_forward(weights: ServedWeights) -> None:
         reason = "autocast is active"
     elif weights.buffers is not None:
         reason = "a framework steps buffers of its own in place of the parameters"
-    elif any(e.layout.groups for e in weights.entries()):
-        reason = "parameters are sharded"
     else:
-        found = (s.rounds_forward(weights.model, params) for s in sources.active())
+        found = [s.rounds_forward(weights.model, params) for s in sources.active()]
+        found += ["parameters are sharded"] * any(e.layout.groups for e in weights.entries())
         reason = next((r for r in found if r), None)
     if reason:
         raise RuntimeError(

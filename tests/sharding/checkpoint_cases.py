@@ -209,8 +209,8 @@ def held(model: nn.Module, opt: FairCastOptimizer) -> dict[str, Any]:
         found["moments"] = dict(sorted(whole_state(model, opt).items()))
     if not isinstance(model, FullyShardedDataParallel):  # of which `moments` is all that is public
         found["state"] = {
-            f"{opt.name_of(p)}.{key}": v.full_tensor() if isinstance(v, DTensor) else v
-            for _, p, _ in opt.registry.places(opt.param_groups)
+            f"{identity.name}.{key}": v.full_tensor() if isinstance(v, DTensor) else v
+            for _, p, identity in opt.weights.registry.places(opt.param_groups)
             for key, v in sorted(opt.state.get(p, {}).items())
         }
     return copy.deepcopy(found)

@@ -14,7 +14,7 @@ import strategies
 import torch
 import torch.distributed as dist
 from models import assert_equal_states, assert_invariant, assert_same, loss_of, tiny, train
-from test_sharding import differences, spawn, start
+from ranks import spawn, start
 from torch import nn
 
 from fc_optim import FairCastAdamW
@@ -302,13 +302,15 @@ def compare_all(rank: int, world: int, rendezvous: str, folder: str) -> None:
             held = [e for e in opt.managed() if e.local.numel()]
             assert {e.state["master"].dtype for e in held} == {FP32}
         run(*rest, range(SAVED, STEPS))
-        bad += [f"{name}: {d}" for d in differences(expected, strategies.result(model, opt))]
+        bad += [
+            f"{name}: {d}" for d in strategies.differences(expected, strategies.result(model, opt))
+        ]
         if world == 2:
             accelerator.load_state(saved)
             run(*rest, range(SAVED, STEPS))
             del expected["version"]  # never goes back
             got = strategies.result(model, opt)
-            bad += [f"{name}, gone back: {d}" for d in differences(expected, got)]
+            bad += [f"{name}, gone back: {d}" for d in strategies.differences(expected, got)]
     if world == 2:
         refusals(rank)
     dist.destroy_process_group()

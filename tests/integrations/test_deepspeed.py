@@ -1,16 +1,15 @@
 """DeepSpeed trains on the served weights: the bits of the unsharded run, resume, errors."""
 
-import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from ranks import Worlds
 
 from fc_optim.integrations.deepspeed import register
 
@@ -18,21 +17,13 @@ CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
-    """Gives processes with DeepSpeed in them, the same for all tests that ask for as many."""
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    """Ranks with DeepSpeed in them."""
     import zero  # takes seconds
 
-    made: dict[int, Ranks] = {}
-    folder, number = tmp_path_factory.mktemp("rendezvous"), itertools.count()
-
-    def of(world: int) -> Ranks:
-        if world not in made or made[world].closed:
-            made[world] = Ranks(world, zero.start, str(folder / str(next(number))))
-        return made[world]
-
-    yield of
-    for processes in made.values():
-        processes.close()
+    worlds = Worlds(tmp_path_factory.mktemp("ranks"), zero.start)
+    yield worlds
+    worlds.close()
 
 
 def test_register_sets_what_a_client_optimizer_needs() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from engines import Store
 from peft import LoraConfig, get_peft_model
-from test_sync import Store
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import trl_runs
-from models import assert_equal_states, assert_same
-from test_trainer import assert_served
+from models import assert_equal_states, assert_same, assert_served
 
 from fc_optim import FairCastAdamW
 

@@ -10,6 +10,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed  # noqa: E402
 import pytest  # noqa: E402
+import ranks  # noqa: E402
 import strategies  # noqa: E402
 import torch  # noqa: E402
 from deepspeed.runtime.config import DeepSpeedConfigError  # noqa: E402
@@ -23,11 +24,9 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 def start(rank: int, world: int, rendezvous: str) -> None:
-    import test_sharding
-
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29501")  # asked for, not used
-    test_sharding.start(rank, world, rendezvous)
+    ranks.start(rank, world, rendezvous)
     deepspeed.init_distributed("gloo", verbose=False)
 
 
@@ -127,14 +126,13 @@ def result(opt: FairCastOptimizer) -> dict[str, Any]:
 
 def differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
     """As values: a frozen weight is bf16 in the engine and fp32 in the reference."""
-    import test_sharding
 
     def wide(found: dict[str, Any]) -> dict[str, Any]:
         wider = {k: {n: t.float() for n, t in found[k].items()} for k in ("served", "masters")}
         digest = {k: v for k, v in found["digest"].items() if k != "frozen.weight"}
         return {**wider, "digest": digest, "version": found["version"]}
 
-    return test_sharding.differences(wide(expected), wide(got))
+    return strategies.differences(wide(expected), wide(got))
 
 
 def beside(ds_config: dict[str, Any], several: bool = False, init: bool = False) -> list[str]:

@@ -7,6 +7,7 @@ tenth of a second; every process is as new as a spawned one.
 import datetime
 import itertools
 import os
+import socket
 import sys
 import traceback
 import warnings
@@ -43,8 +44,17 @@ def processes() -> Any:
     return mp.get_context("forkserver")
 
 
+def free_port() -> int:
+    """For what takes no file to meet at."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 def start(rank: int, world: int, rendezvous: str) -> None:
-    """What every rank does first."""
+    """What every rank does first; frameworks find the environment of a launcher."""
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in sizes.items()})
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # the global RNG must not matter
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""Imported by the process that ranks are forked from: they start with compiled kernels."""
+"""Run to fill numba's cache, and imported where ranks are forked from: they have the kernels."""
 
 import caches
 import torch

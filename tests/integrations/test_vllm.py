@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.multiprocessing as mp
+from ranks import free_port
 from torch import Tensor
 
 import fc_optim
@@ -489,9 +489,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins").names
     assert "fc_optim" in plugins, "fc_optim's entry points are not installed: pip install -e ."
     folder = save_model(tmp_path_factory.mktemp("untied"), tied=False)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     command += ["--served-model-name", "m", "--dtype", "bfloat16", "--port", port, "--host"]
     command += ["127.0.0.1", "--weight-transfer-config", '{"backend": "fc_optim"}']

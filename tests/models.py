@@ -1,9 +1,12 @@
 """Small models and training steps that several test files share."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 import fc_optim
+from fc_optim import metrics
 from fc_optim.update.state import EPOCH
 
 
@@ -68,3 +71,14 @@ def assert_invariant(opt):
         )
         assert torch.equal(e.param.detach().to(torch.bfloat16), want)
         assert torch.equal(e.param.detach().float(), want.float())
+
+
+def assert_served(opt: Any) -> None:
+    """Managed parameters are the rounded images of fp32 masters that left the grid."""
+    assert opt.check() == {}
+    for e in opt.managed():
+        master = e.state["master"]
+        assert master.dtype == torch.float32
+        error = (e.param.detach().float() - master).abs() / metrics.bf16_ulp(master)
+        assert error.max() < 1
+        assert torch.equal(e.param.detach().float(), e.param.detach().bfloat16().float())

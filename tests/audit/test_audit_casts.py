@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from models import tiny
+from ranks import spawn, start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -332,9 +332,8 @@ SHARDED: dict[str, Way] = {
 }
 
 
-def shards(rank: int, init: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+def shards(rank: int, world: int, rendezvous: str, out: str) -> None:
+    start(rank, world, rendezvous)
     mesh = init_device_mesh("cpu", (2,))
     found: dict[str, Any] = {}
     for way, cast in SHARDED.items():
@@ -355,7 +354,7 @@ def shards(rank: int, init: str, out: str) -> None:
 
 def test_sharded_parameters(tmp_path: Path) -> None:
     """Two gloo ranks: local shards, DTensors, gathered tensors, FSDP's own cast."""
-    mp.spawn(shards, (f"file://{tmp_path}/rendezvous", str(tmp_path)), nprocs=2)
+    spawn(shards, 2, tmp_path, str(tmp_path))
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
         flat = found.pop("FSDP1")  # one flat parameter: this rank's part of it gives the names

@@ -37,6 +37,18 @@ def make_ids(n: int = 6, t: int = 24) -> Tensor:
     return torch.randint(96, (n, t), generator=torch.Generator().manual_seed(1))
 
 
+# Two ways to compute one log-probability sum the same fp32 terms in other orders. It is near
+# ln 96 = 4.6, where fp32 has steps of 2**-21; it and the log-sum-exp in it are rounded to those, in
+# both ways, and the logits, which are below 1, add less. A log-ratio has two of them.
+TOKEN = 8 * 2.0**-21
+SEQUENCE = 23 * TOKEN  # the sum over a sequence
+
+
+def ess_noise(sums: Tensor) -> float:
+    """Of an ESS, 1 - variance(sums) to first order, when each sum is off by SEQUENCE."""
+    return 2 * SEQUENCE * float(sums.std(correction=0))
+
+
 def plain_log_probs(model: Any, ids: Tensor) -> Tensor:
     logp = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
     return logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -56,14 +68,14 @@ def test_figures_equal_the_plain_computation() -> None:
         log_p, log_q = plain_log_probs(masters, ids), plain_log_probs(served, ids)
     want = metrics.log_ratio(log_p, log_q, torch.ones_like(log_p))
     (rtn,) = (r for r in result.rows if r["copy"] == "rtn")
-    # Summed in another order: a few fp32 roundings of log-probs near 5.
-    assert rtn["mean_abs"] == pytest.approx(want.mean_abs, abs=2e-6)
-    assert rtn["mean"] == pytest.approx(want.mean, abs=2e-6)
-    assert rtn["p99"] == pytest.approx(want.p99, abs=5e-6)
-    assert rtn["sequence_sums"] == pytest.approx(want.sequence_sums.tolist(), abs=5e-5)
-    assert want.mean_abs > 1e-4
-    ess = metrics.effective_sample_size(want.sequence_sums)
-    assert rtn["sequence_ess"] == pytest.approx(ess, abs=1e-4)
+    assert rtn["mean_abs"] == pytest.approx(want.mean_abs, abs=TOKEN)
+    assert rtn["mean"] == pytest.approx(want.mean, abs=TOKEN)
+    assert rtn["p99"] == pytest.approx(want.p99, abs=TOKEN)
+    assert rtn["sequence_sums"] == pytest.approx(want.sequence_sums.tolist(), abs=SEQUENCE)
+    assert want.mean_abs > 25 * TOKEN
+    ess, noise = metrics.effective_sample_size(want.sequence_sums), ess_noise(want.sequence_sums)
+    assert rtn["sequence_ess"] == pytest.approx(ess, abs=noise)
+    assert 1 - ess > 10 * noise
 
 
 def test_stochastic_rounding_hides_less_of_coherent_steps() -> None:
@@ -188,12 +200,12 @@ def test_hidden_ratio_of_a_job() -> None:
         model.train()
     mask = attention[:, 1:].bool()
     want = metrics.log_ratio(log_p, log_q, mask)
-    assert want.mean_abs > 1e-4
-    assert found.ratio.mean_abs == pytest.approx(want.mean_abs, abs=2e-6)
-    assert torch.allclose(found.ratio.sequence_sums, want.sequence_sums, atol=5e-5)
+    assert want.mean_abs > 25 * TOKEN
+    assert found.ratio.mean_abs == pytest.approx(want.mean_abs, abs=TOKEN)
+    assert torch.allclose(found.ratio.sequence_sums, want.sequence_sums, rtol=0, atol=SEQUENCE)
     assert found.tokens == int(mask.sum()) == 6 * 23 - 9
     assert found.sequence_ess == pytest.approx(
-        metrics.effective_sample_size(want.sequence_sums), abs=1e-5
+        metrics.effective_sample_size(want.sequence_sums), abs=ess_noise(want.sequence_sums)
     )
     assert 0.9 < found.token_ess <= 1
     assert found.bytes == 4 * sum(p.numel() for p in model.parameters())
@@ -223,7 +235,8 @@ def test_hidden_ratio_counts_what_labels_ask_for(caplog: pytest.LogCaptureFixtur
 def test_blind_spot(tmp_path: Path) -> None:
     save(tmp_path / "tiny-model")
     script = Path(__file__).parents[2] / "examples" / "blind_spot.py"
-    flags = ("--steps", "0,50", "--length", "8", "--lr", "1e-6", "--out", tmp_path / "out")
+    flags = ("--steps", "0,50", "--length", "8", "--lr", "1e-6", "--samples", "64")
+    flags += ("--out", str(tmp_path / "out"))
     command = [sys.executable, "-W", "error", script, tmp_path / "tiny-model", *flags]
     result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -234,7 +247,12 @@ def test_blind_spot(tmp_path: Path) -> None:
     assert [(r["steps"], r["ratio"]) for r in rows] == [
         ("0", "visible"), ("0", "hidden"), ("50", "visible"), ("50", "hidden")
     ]  # fmt: skip
-    start, hidden = float(rows[1]["mean_abs"]), float(rows[3]["mean_abs"])
-    assert start == 0 and hidden > 1e-4  # masters and copy are equal before the first step
-    assert float(rows[2]["mean_abs"]) < 2 * float(rows[0]["mean_abs"])  # it saw nothing
+    seen, start, seen_after, hidden = (float(row["mean_abs"]) for row in rows)
+    assert start == 0  # masters and copy are equal before the first step
+    # The visible one is the arithmetic of bf16: here and there a rounding falls the other way. Its
+    # mean |x| has a standard error below sqrt(E[x^2] / n), where k3 is E[x^2] / 2 and n counts
+    # sequences, since the tokens of one share their errors.
+    squares = [2 * float(row["k3"]) / float(row["sequences"]) for row in rows]
+    assert abs(seen_after - seen) <= 5 * (squares[0] + squares[2]) ** 0.5  # it saw nothing
+    assert hidden > 5 * squares[3] ** 0.5  # of what it would have seen
     assert imread(tmp_path / "out" / "blind_spot.png").shape[0] > 500

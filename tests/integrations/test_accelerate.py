@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import strategies
 import torch
 import torch.distributed as dist
 from models import assert_equal_states, assert_invariant, assert_same, loss_of, tiny, train
-from test_sharding import differences, spawn, start
+from ranks import spawn, start
 from torch import nn
 
 from fc_optim import FairCastAdamW
@@ -283,8 +282,6 @@ def compare_all(rank: int, world: int, rendezvous: str, folder: str) -> None:
     from fc_optim.integrations.accelerate import register
 
     start(rank, world, rendezvous)
-    sizes = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({k: str(v) for k, v in sizes.items()}, OMP_NUM_THREADS="1")
     bad = []
     for name, case in CASES.items():
         expected, saved = reference(case), f"{folder}/{name}"
@@ -302,13 +299,15 @@ def compare_all(rank: int, world: int, rendezvous: str, folder: str) -> None:
             held = [e for e in opt.managed() if e.local.numel()]
             assert {e.state["master"].dtype for e in held} == {FP32}
         run(*rest, range(SAVED, STEPS))
-        bad += [f"{name}: {d}" for d in differences(expected, strategies.result(model, opt))]
+        bad += [
+            f"{name}: {d}" for d in strategies.differences(expected, strategies.result(model, opt))
+        ]
         if world == 2:
             accelerator.load_state(saved)
             run(*rest, range(SAVED, STEPS))
             del expected["version"]  # never goes back
             got = strategies.result(model, opt)
-            bad += [f"{name}, gone back: {d}" for d in differences(expected, got)]
+            bad += [f"{name}, gone back: {d}" for d in strategies.differences(expected, got)]
     if world == 2:
         refusals(rank)
     dist.destroy_process_group()
@@ -347,10 +346,9 @@ def test_saved_on_two_ranks_continued_on_any_number_with_the_bits_of_one(tmp_pat
 
 def launch(*command: str) -> list[str]:
     example = str(Path(__file__).parents[2] / "examples" / "accelerate_train.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "error", *command, example, "--steps", "20"],
-        capture_output=True, text=True, timeout=300, env=environment,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
@@ -358,6 +356,7 @@ def launch(*command: str) -> list[str]:
 
 def test_the_example_runs_alone_and_under_accelerate_launch():
     two = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
+    two += ("--main_process_port", "0")  # any
     quiet = ("--num_machines", "1", "--mixed_precision", "bf16", "--dynamo_backend", "no")
     for command in [(), (*two, *quiet)]:
         lines = launch(*command)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_equal_states, assert_same, tiny
+from models import assert_equal_states, assert_same, assert_served, tiny
 
-from fc_optim import FairCastAdamW, metrics
+from fc_optim import FairCastAdamW
 
 pytestmark = [
     pytest.mark.integration,
@@ -27,14 +27,10 @@ def batch(i: int) -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(i))
 
 
-def assert_served(opt: Any, precision: str) -> None:
+def assert_served_in(precision: str, opt: Any) -> None:
+    assert_served(opt)
     container = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    assert opt.check() == {}
-    for e in opt.managed():
-        master = e.state["master"]
-        assert (master.dtype, e.param.dtype) == (torch.float32, container)
-        error = (e.param.detach().float() - master).abs() / metrics.bf16_ulp(master)
-        assert error.max() < 1
+    assert {e.param.dtype for e in opt.managed()} == {container}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -60,7 +56,7 @@ def test_fabric(precision, tmp_path):
     fabric.save(tmp_path / "saved", {"model": model, "optimizer": wrapped})
     train(fabric, model, wrapped, range(3, 6))
     opt = wrapped.optimizer.bind(model.module)
-    assert_served(opt, precision)
+    assert_served_in(precision, opt)
     assert [n for n, _ in opt.served_params()] == [n for n, _ in tiny().named_parameters()]
     through = dict(wrapped.served_params())
     assert all(torch.equal(p, through[n]) for n, p in opt.served_params())
@@ -112,7 +108,7 @@ def test_trainer(precision, tmp_path):
 
     model, opt = fit("first")
     assert type(opt) is FairCastAdamW and opt.served_version == 6
-    assert_served(opt.bind(model), precision)
+    assert_served_in(precision, opt.bind(model))
     (saved,) = (tmp_path / "first").glob("*step=3.ckpt")
     again, other = fit("second", ckpt_path=str(saved), weights_only=False)
     assert_same(model, again)

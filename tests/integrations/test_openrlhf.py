@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sharding import spawn
+from ranks import spawn
 
 FLASH = ("bert_padding", "utils", "utils.distributed")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_equal_states, assert_same
+from models import assert_equal_states, assert_same, assert_served
 
 from fc_optim import FairCastAdamW, metrics
 
@@ -100,17 +100,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(how, dtype, bf16, tmp_path):
     assert_equal_states(opt.state_dict(), again.optimizer.optimizer.state_dict())
     assert opt.served_version == 6
     assert whole.state.log_history[-2]["loss"] == again.state.log_history[-2]["loss"]
-
-
-def assert_served(opt: Any) -> None:
-    """Managed parameters are the rounded images of fp32 masters that left the grid."""
-    assert opt.check() == {}
-    for e in opt.managed():
-        master = e.state["master"]
-        assert master.dtype == torch.float32
-        error = (e.param.detach().float() - master).abs() / metrics.bf16_ulp(master)
-        assert error.max() < 1
-        assert torch.equal(e.param.detach().float(), e.param.detach().bfloat16().float())
 
 
 def test_the_trainers_groups_clipping_and_schedule_reach_the_optimizer(tmp_path):

@@ -1,17 +1,14 @@
 """TRL with transformers' generation: what `register` sets up, resuming, and refusals."""
 
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import trl_runs
-from models import assert_equal_states, assert_same
-from test_trainer import assert_served
+from models import assert_equal_states, assert_same, assert_served
+from ranks import spawn, start
 
 from fc_optim import FairCastAdamW
 
@@ -80,12 +77,8 @@ def test_a_resumed_rloo_run_equals_the_uninterrupted_one(dtype, folder, tmp_path
     assert opt.served_version == other.served_version == 4
 
 
-def replica(rank: int, port: int, folder: Path, out: Path) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )  # fmt: skip
-    torch.set_num_threads(1)
+def replica(rank: int, world: int, rendezvous: str, folder: Path, out: Path) -> None:
+    start(rank, world, rendezvous)
     found = []
     for seed in (3, rank):
         model = trl_runs.load(folder, torch.float32)
@@ -104,10 +97,7 @@ def replica(rank: int, port: int, folder: Path, out: Path) -> None:
 
 
 def test_replicas_serve_the_same_and_are_compared(folder, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(replica, (port, folder, tmp_path), nprocs=2)
+    spawn(replica, 2, tmp_path, folder, tmp_path)
     (kind, one, text), (_, other, _) = (
         json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)
     )

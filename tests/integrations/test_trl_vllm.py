@@ -16,6 +16,8 @@ from trl_vllm import DITHERS, DTYPES, STEPS
 
 pytestmark = pytest.mark.vllm
 
+LARGEST = 2.5 * 2**-7  # of a log-prob's differences: logits are below 2, bf16 has steps of 2**-7
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -46,10 +48,10 @@ def test_the_engine_holds_what_the_trainer_serves_at_every_sync(dtype, dither, r
 
 @pytest.mark.parametrize("arm", ["rtn", *(f"{t}-{d}" for t in DTYPES for d in DITHERS)])
 def test_log_probs_of_engine_and_trainer_agree(arm, results):
-    """Both compute in bf16, by other kernels; a log-prob is about -4.8."""
+    """Both compute in bf16, by other kernels, so that roundings fall the other way."""
     found = ran(results, arm)
-    assert found["logprob_mean"] < 2e-3
-    assert found["logprob_max"] < 2e-2
+    assert found["logprob_mean"] < 2**-9  # two bf16 steps of an ordinary logit, 0.2
+    assert found["logprob_max"] < LARGEST
     if arm != "rtn":
         assert found["visible"] == pytest.approx(found["logprob_max"], abs=5e-3)  # TRL's own
 
@@ -118,7 +120,7 @@ def test_async_grpo_serves_through_the_weight_transfer(dtype, dither, results):
 def test_server_mode_but_for_nccl(results):
     found = ran(results, "server")
     assert "NCCL weight-transfer engine, which needs a CUDA device" in found["on a CPU"]
-    assert found["version"] == 8 and found["visible"] < 2e-2
+    assert found["version"] == 8 and found["visible"] < LARGEST
     assert found["problem"] == ["stale", "model.embed_tokens.weight"]
     # AsyncGRPO, proved five times each: its own transfer, but for NCCL, and ours, as it is
     assert found["async"] == {"theirs": [5, 4], "ours": [5, 9, 9], "digest": True}

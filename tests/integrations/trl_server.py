@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from unittest import mock
 
 import torch
 import trl_runs
+from ranks import free_port
 from torch import Tensor
 
 import fc_optim
@@ -31,9 +31,7 @@ def server(folder: Path, out: Path) -> Iterator[str]:
     (installed / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nfc_optim = fc_optim.integrations.vllm_plugin:register\n"
     )
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    port = str(free_port())
     paths = [str(installed.parent), str(Path(fc_optim.__file__).parents[1])]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE",
            "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING")}  # fmt: skip

@@ -4,14 +4,19 @@ import contextlib
 import logging
 import os
 import weakref
+import zlib
+from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+import caches  # noqa: E402
 import deepspeed  # noqa: E402
 import pytest  # noqa: E402
+import ranks  # noqa: E402
 import strategies  # noqa: E402
 import torch  # noqa: E402
+from deepspeed.comm.torch import build_shm_op  # noqa: E402
 from deepspeed.runtime.config import DeepSpeedConfigError  # noqa: E402
 from strategies import Model, gradients  # noqa: E402
 
@@ -23,12 +28,21 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 def start(rank: int, world: int, rendezvous: str) -> None:
-    import test_sharding
-
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29501")  # asked for, not used
-    test_sharding.start(rank, world, rendezvous)
+    # DeepSpeed asks for a port; it goes into the name of memory that the ranks of one job share.
+    port = str(zlib.crc32(rendezvous.encode()))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
+    with caches.building_extensions():
+        build_shm_op()
+    ranks.start(rank, world, rendezvous)
     deepspeed.init_distributed("gloo", verbose=False)
+    torch.distributed.barrier()
+    forget_shared_memory(port)
+
+
+def forget_shared_memory(port: str) -> None:
+    """All ranks have it open. Nobody else removes its name, and 66 MB of each rank would stay."""
+    for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        file.unlink(missing_ok=True)
 
 
 def config(stage: int, offload: bool = False, top: Any = None, **zero: Any) -> dict[str, Any]:
@@ -127,14 +141,13 @@ def result(opt: FairCastOptimizer) -> dict[str, Any]:
 
 def differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
     """As values: a frozen weight is bf16 in the engine and fp32 in the reference."""
-    import test_sharding
 
     def wide(found: dict[str, Any]) -> dict[str, Any]:
         wider = {k: {n: t.float() for n, t in found[k].items()} for k in ("served", "masters")}
         digest = {k: v for k, v in found["digest"].items() if k != "frozen.weight"}
         return {**wider, "digest": digest, "version": found["version"]}
 
-    return test_sharding.differences(wide(expected), wide(got))
+    return strategies.differences(wide(expected), wide(got))
 
 
 def beside(ds_config: dict[str, Any], several: bool = False, init: bool = False) -> list[str]:

@@ -3,9 +3,9 @@
 import copy
 import functools
 import logging
-import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +13,9 @@ import strategies
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from strategies import Model, gradients, result, whole_state
-from test_sharding import differences
+from strategies import Model, differences, gradients, result, whole_state
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision
@@ -267,18 +265,15 @@ def continued(case: Case, model: nn.Module, opt: FairCastOptimizer) -> list[str]
     return found + differences(end, held(model, opt))
 
 
-def collect(checks: dict[str, Callable[[], list[str]]]) -> None:
-    """Run all; raise what they found, or what they raised, together."""
-    bad = []
-    for name, check in checks.items():
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of FSDP1 and of torch's checkpoints, and of seeds that are replaced."""
+    logger = logging.getLogger("fc_optim")
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
         try:
-            bad += [f"{name}: {d}" for d in check()]
-        except (Exception, CheckpointException):  # which is no Exception
-            bad.append(f"{name}: {traceback.format_exc()}")
-    dist.barrier()
-    assert not bad, "\n".join([f"{len(bad)} faults, such as", *bad[:3]])
-
-
-def quiet() -> None:
-    warnings.simplefilter("ignore")  # FSDP1's and the checkpoint's own
-    logging.getLogger("fc_optim").setLevel(logging.ERROR)  # seeds that are replaced
+            yield
+        finally:
+            logger.setLevel(level)

@@ -3,17 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from models import assert_invariant, loss_of, tiny
 from torch.nn.parallel import DistributedDataParallel
 
 from fc_optim import FairCastAdamW
 
 
-def worker(rank: int, init: str, dtype: torch.dtype, results: str) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)  # the global RNG must not matter
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+def train(dtype: torch.dtype, results: str) -> None:
+    rank = dist.get_rank()
     model = DistributedDataParallel(tiny(dtype), gradient_as_bucket_view=True)
     opt = FairCastAdamW(model.named_parameters(), lr=1e-2).bind(model)
     for i in range(4):
@@ -24,13 +21,11 @@ def worker(rank: int, init: str, dtype: torch.dtype, results: str) -> None:
     assert_invariant(opt)
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     torch.save((opt.served_digest(), grads), f"{results}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replicas_agree(tmp_path, dtype):
-    init = f"file://{tmp_path}/rendezvous"
-    mp.spawn(worker, (init, dtype, str(tmp_path)), nprocs=2)
+def test_replicas_agree(tmp_path, dtype, ranks):
+    ranks(2).run(train, dtype, str(tmp_path))
     (one, grads), (two, other_grads) = (
         torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)
     )

@@ -4,14 +4,15 @@ import copy
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import strategies
 import torch
 import torch.distributed as dist
-from strategies import Model, clean, gradients, optimizer, run, sharded
-from test_sharding import differences, spawn, start
+from ranks import spawn, start
+from strategies import Model, clean, differences, gradients, optimizer, run, sharded
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -376,19 +377,26 @@ ON_TWO_RANKS = [
 ]
 
 
-def run_all(rank: int, world: int, rendezvous: str) -> None:
-    start(rank, world, rendezvous)
+def on_a_rank(check: Callable[[int], None]) -> None:
     warnings.simplefilter("error", UserWarning)
-    for check in ON_TWO_RANKS:
-        check(rank)
-    dist.destroy_process_group()
-    start(rank, world, rendezvous + "-again")  # an equal mesh, other process groups
-    served(built()[1])
-    dist.destroy_process_group()
+    check(dist.get_rank())
 
 
-def test_on_two_ranks(tmp_path):
-    spawn(run_all, 2, tmp_path)
+@pytest.mark.parametrize("check", ON_TWO_RANKS, ids=lambda f: f.__name__)
+def test_on_two_ranks(check, ranks):
+    ranks(2).run(on_a_rank, check)
+
+
+def serve_in_two_jobs(rank: int, world: int, rendezvous: str) -> None:
+    """An equal mesh, other process groups."""
+    for job in ("first", "second"):
+        start(rank, world, f"{rendezvous}-{job}")
+        served(built()[1])
+        dist.destroy_process_group()
+
+
+def test_a_second_job_in_the_same_processes(tmp_path):
+    spawn(serve_in_two_jobs, 2, tmp_path)
 
 
 # ---- Memory
@@ -445,9 +453,7 @@ def one_of_four_disagrees(rank: int) -> None:
         list(optimizer([nn.Parameter(weight)]).served_params())
 
 
-def serving_holds_one_parameter(rank: int, world: int, rendezvous: str) -> None:
-    start(rank, world, rendezvous)
-    one_of_four_disagrees(rank)
+def serving_holds_one_parameter(rank: int) -> None:
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
     fully_shard(model, mesh=mesh())
     opt = optimizer(model.named_parameters()).bind(model)
@@ -463,8 +469,8 @@ def serving_holds_one_parameter(rank: int, world: int, rendezvous: str) -> None:
     assert 3 * whole <= peak(lambda: read(bucket_bytes=3 * whole)) < 3.1 * whole
     assert peak(lambda: read(full=False)) < 0.3 * whole
     assert peak(lambda: list(opt.served_params())) >= 6 * whole
-    dist.destroy_process_group()
 
 
-def test_serving_holds_one_parameter_beside_the_shards(tmp_path):
-    spawn(serving_holds_one_parameter, 4, tmp_path)
+@pytest.mark.parametrize("check", [one_of_four_disagrees, serving_holds_one_parameter])
+def test_on_four_ranks(check, ranks):
+    ranks(4).run(on_a_rank, check)

@@ -1,6 +1,5 @@
 """torch.distributed.checkpoint: saved on N ranks, loaded on M, continued to the same bits."""
 
-import functools
 import logging
 import os
 import signal
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from checkpoint_cases import (
     CASES,
     CROSSED,
@@ -23,7 +21,6 @@ from checkpoint_cases import (
     SAVED,
     B,
     Case,
-    collect,
     continued,
     ddp,
     expected,
@@ -40,8 +37,8 @@ from checkpoint_cases import (
     trained,
 )
 from models import assert_equal_states
-from strategies import Model
-from test_sharding import differences, spawn, start
+from ranks import spawn, start
+from strategies import Model, differences
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -60,59 +57,43 @@ class DyingWriter(dcp.FileSystemWriter):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save(case: Case, folder: str) -> list[str]:
-    model, opt = trained(case)
-    dcp.save(case.state(model, opt), checkpoint_id=f"{folder}/{case.name}")
-    case.train(model, opt, SAVED, END)  # saving changes nothing
-    return differences(expected(case)[1], held(model, opt))
+def save(case: Case, folder: str) -> None:
+    with quiet():
+        model, opt = trained(case)
+        dcp.save(case.state(model, opt), checkpoint_id=f"{folder}/{case.name}")
+        case.train(model, opt, SAVED, END)  # saving changes nothing
+        assert not differences(expected(case)[1], held(model, opt))
 
 
-def save_all(rank: int, world: int, rendezvous: str, folder: str) -> None:
-    """Rank 1 is killed while it saves once more."""
-    start(rank, world, rendezvous)
-    quiet()
-    collect({c.name: functools.partial(save, c, folder) for c in CASES})
-    case = Case(fsdp2)
-    model, opt = trained(case, END)
-    writer = DyingWriter if rank == 1 else dcp.FileSystemWriter
-    try:
-        dcp.save(case.state(model, opt), storage_writer=writer(f"{folder}/killed"))
-    finally:
-        signal.pause()  # until it is torn down
-
-
-def load_all(rank: int, world: int, rendezvous: str, folder: str, target: str = "") -> None:
-    """Continues every run; then, with a `target`, saves them there, from this many ranks."""
-    start(rank, world, rendezvous)
-    quiet()
-
-    def load(case: Case, strategy: Any, used: int) -> list[str]:
+def load(case: Case, strategy: Any, used: int, folder: str) -> None:
+    """In an optimizer that has taken `used` steps of another run."""
+    with quiet():
         here = replace(case, strategy=strategy)
         model, opt = here.build_other()
         here.train(model, opt, 0, used)
         here.load(model, opt, f"{folder}/{case.name}")
-        return continued(here, model, opt)
+        assert not continued(here, model, opt)
 
-    pairs = [(c, c.strategy) for c in CASES] + CROSSED
-    checks: dict[str, Callable[[], list[str]]] = {}
-    for i, (case, strategy) in enumerate(pairs):
-        # Of a nested state that holds FSDP1's ShardedTensors, torch 2.13 loses the groups where a
-        # rank has no shard of some parameter, whatever the optimizer.
-        lost = {fsdp1, fsdp1_flat} & {case.strategy, strategy} and not case.flat and world > 2
-        if not lost and (world < 3 or i % 2 == world % 2):
-            name = f"{case.name} in {strategy.__name__}"
-            checks[name] = functools.partial(load, case, strategy, i % 3 % 2)
-    if world == 2:
-        checks |= {f.__name__: functools.partial(f, folder) for f in CHECKS}
-    if (Path(folder) / "killed").exists():  # a save that was never finished
+
+def die_while_saving(rank: int, world: int, rendezvous: str, path: str) -> None:
+    """Rank 1 is killed."""
+    start(rank, world, rendezvous)
+    case = Case(fsdp2)
+    model, opt = trained(case, END)
+    writer = DyingWriter if rank == 1 else dcp.FileSystemWriter
+    try:
+        dcp.save(case.state(model, opt), storage_writer=writer(path))
+    finally:
+        signal.pause()  # until it is torn down
+
+
+def refuse(path: str) -> None:
+    """A checkpoint that was never finished; and go on."""
+    with quiet():
         model, opt = trained(Case(fsdp2))
         with pytest.raises(CheckpointException, match="metadata"):
-            Case(fsdp2).load(model, opt, f"{folder}/killed")
-        checks["killed"] = lambda: continued(Case(fsdp2), model, opt)
-    collect(checks)
-    if target:
-        collect({c.name: functools.partial(save, c, target) for c in CASES})
-    dist.destroy_process_group()
+            Case(fsdp2).load(model, opt, path)
+        assert not continued(Case(fsdp2), model, opt)
 
 
 # ---- One check each, on two ranks
@@ -274,6 +255,7 @@ def momentum_that_a_load_leaves_out_is_named(folder: str) -> list[str]:
     """`torch.distributed.checkpoint` reads only what the optimizer holds already."""
     case = Case(fsdp2, make=sgd)
     path = f"{folder}/{case.name}"
+    save(case, folder)
     records: list[str] = []
     logger = logging.getLogger("fc_optim")
     handler = logging.Handler()
@@ -301,30 +283,71 @@ CHECKS = [
 ]
 
 
+def run_check(check: Callable[[str], list[str]], folder: str) -> None:
+    with quiet():
+        assert not check(folder)
+
+
 # ---- What pytest runs
+
+PAIRS = [(c, c.strategy) for c in CASES] + CROSSED
+PLACES = [  # saved on, loaded on, pair, steps of another run before
+    (saved, loaded, *pair, i % 3 % 2)
+    for saved, loaded in ((2, 1), (1, 2), (2, 3), (2, 4))
+    for i, pair in enumerate(PAIRS)
+    if loaded < 3 or i % 2 == loaded % 2
+]
+
+
+def loses_groups(loaded: int, case: Case, strategy: Any) -> bool:
+    """Of a nested state that holds FSDP1's ShardedTensors, torch 2.13 loses the groups where a rank
+    has no shard of some parameter, whatever the optimizer."""
+    return bool({fsdp1, fsdp1_flat} & {case.strategy, strategy}) and not case.flat and loaded > 2
 
 
 @pytest.fixture(scope="module")
-def saved_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of a run of two ranks, of which one was killed in the middle of its last save."""
-    folder = tmp_path_factory.mktemp("two")
-    context = mp.spawn(save_all, (2, str(folder / "rendezvous"), str(folder)), 2, join=False)
+def saved(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, int], str]:
+    """The folder of what so many ranks saved of a case."""
+    folders = {world: str(tmp_path_factory.mktemp(f"saved-{world}")) for world in (1, 2)}
+
+    def of(case: Case, world: int) -> str:
+        if not Path(folders[world], case.name).exists():
+            ranks(world).run(save, case, folders[world])
+        return folders[world]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("on", "loaded", "case", "strategy", "used"),
+    [pytest.param(*p, id="{}-{}-{}-{}".format(*p[:2], p[2].name, p[3].__name__)) for p in PLACES
+     if not loses_groups(*p[1:4])],
+)  # fmt: skip
+def test_a_saved_run_continues(on, loaded, case, strategy, used, saved, ranks):
+    ranks(loaded).run(load, case, strategy, used, saved(case, on))
+
+
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks leave when one of them is killed while they save."""
+    path = tmp_path_factory.mktemp("unfinished") / "killed"
+    context = spawn(die_while_saving, 2, path.parent, str(path), join=False)
     with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
         while not context.join():
             pass
     assert not any(p.is_alive() for p in context.processes)
-    assert list((folder / "killed").glob("__1_*")) and not (folder / "killed/.metadata").exists()
-    return folder
+    assert list(path.glob("__1_*")) and not (path / ".metadata").exists()
+    return path
 
 
-@pytest.mark.parametrize("world", [3, 4])
-def test_a_killed_run_of_two_ranks_continues_on_more(world, saved_on_two, tmp_path):
-    spawn(load_all, world, tmp_path, str(saved_on_two))
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_save_that_was_killed_is_refused(world, unfinished, ranks):
+    ranks(world).run(refuse, str(unfinished))
 
 
-def test_it_continues_on_one_rank_and_from_there_on_two(saved_on_two, tmp_path):
-    spawn(load_all, 1, tmp_path, str(saved_on_two), str(tmp_path))
-    spawn(load_all, 2, tmp_path, str(tmp_path))
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+def test_on_two_ranks(check, ranks, tmp_path):
+    ranks(2).run(run_check, check, str(tmp_path))
 
 
 def test_the_padding_of_a_flat_buffer_is_nobodys_weight():

@@ -1,7 +1,8 @@
-"""Trains and saves every third step until it is killed: `crash_worker.py DIR STEPS ORDER BASE`."""
+"""A process that trains and saves every third step, until it is killed."""
 
 import os
-import sys
+import warnings
+from typing import Any
 
 import torch
 from models import backward, tiny
@@ -27,7 +28,9 @@ def save(folder, step, model, opt, scheduler):
     os.replace(f"{folder}/new.pt", f"{folder}/last.pt")
 
 
-def main(folder, steps, order, base):
+def main(pipe: Any, folder: str, steps: int, order: str, base: str) -> None:
+    """Sends the number of each step, then what it ends with."""
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     model, opt, scheduler = build(base)
     first = 0
@@ -41,22 +44,16 @@ def main(folder, steps, order, base):
         for load in loads if order == "model" else reversed(loads):
             load()
         first = state["step"]
-    for step in range(first, int(steps)):
+    for step in range(first, steps):
         opt.zero_grad()
         backward(model, step)
         opt.step()
         scheduler.step()
         if step % 3 == 2:
             save(folder, step + 1, model, opt, scheduler)
-        print(step, flush=True)
+        pipe.send(step)
     digest = opt.served_digest().total
     masters = torch.cat([m.flatten() for _, m in opt.master_params()])
     moments = [v.flatten() for s in opt.state.values() for k, v in s.items() if "exp_avg" in k]
-    print("done", digest, masters.double().sum().item(), sum(m.double().sum() for m in moments))
-
-
-if __name__ == "__main__":
-    import warnings
-
-    warnings.simplefilter("error")
-    main(*sys.argv[1:])
+    sums = masters.double().sum().item(), sum(m.double().sum().item() for m in moments)
+    pipe.send((digest, *sums))

@@ -1,13 +1,17 @@
 """Packaging: what importing pulls in, what an installation holds, what the names shadow."""
 
+import importlib
 import shutil
 import subprocess
 import sys
 import tarfile
+import types
+import warnings
 import zipfile
 from pathlib import Path
 
 import pytest
+from ranks import spawn
 
 import fc_optim
 
@@ -37,22 +41,22 @@ NEEDS = {  # integration: framework
 }
 
 
+def import_without(rank: int, world: int, rendezvous: str, module: str, package: str) -> None:
+    """In a process of its own: first without the framework, then with an old one."""
+    warnings.simplefilter("error")
+    old = types.ModuleType(package)
+    old.__version__ = "0.1.2"  # type: ignore[attr-defined]
+    for fake, said in ((None, "it is not installed"), (old, "(0.1.2 is installed")):
+        sys.modules[package] = fake  # type: ignore[assignment]
+        with pytest.raises(ImportError) as caught:
+            importlib.import_module(f"fc_optim.integrations.{module}")
+        (line,) = str(caught.value).splitlines()
+        assert f"pip install '{package}>=" in line and said in line
+
+
 @pytest.mark.parametrize(("module", "package"), NEEDS.items())
 def test_a_missing_or_old_framework_is_one_line(module: str, package: str, tmp_path: Path) -> None:
-    code = f"""
-import sys, types
-for fake in (None, types.ModuleType({package!r})):
-    if fake:
-        fake.__version__ = "0.1.2"
-    sys.modules[{package!r}] = fake
-    try:
-        import fc_optim.integrations.{module}
-    except ImportError as error:
-        print(error)
-"""
-    missing, old = run(code, tmp_path).splitlines()
-    assert f"pip install '{package}>=" in missing and "it is not installed" in missing
-    assert f"pip install '{package}>=" in old and "(0.1.2 is installed" in old
+    spawn(import_without, 1, tmp_path, module, package)
 
 
 def test_the_folder_kernels_does_not_shadow_the_package_of_that_name(tmp_path):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sync import Store, make, step
+from engines import Store, make, step
 from torch import nn
 
 import fc_optim

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import strategies
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
@@ -24,7 +22,6 @@ from kernel_cases import (
     sow_specials,
 )
 from models import assert_same, backward, tiny, train
-from test_sharding import spawn, start
 from torch import Tensor, nn
 
 from fc_optim import FairCastAdamW, FairCastOptimizer, metrics, muon_param_groups
@@ -422,52 +419,6 @@ def test_the_option():
     buffer.seek(0)
     again = torch.load(buffer, weights_only=False)
     assert again._telemetry.mode == "all"
-
-
-# ---- Ranks
-
-
-def whole_figures(rank: int, world: int, rendezvous: str) -> None:
-    """Summed over ranks, the figures are those of the unsharded run."""
-    start(rank, world, rendezvous)
-    bad = []
-    for mode in (True, "all"):
-        _, opt = strategies.plain({"metrics": mode}, torch.float32)
-        expected = opt.metrics()
-        for strategy in strategies.ALL:
-            _, opt = strategy({"metrics": mode}, torch.float32)
-            got = opt.metrics().over_ranks()
-            same = got.parameters == expected.parameters and got.steps == expected.steps
-            close = math.isclose(got.captured, expected.captured, rel_tol=1e-9)
-            close &= math.isclose(got.lag_steps, expected.lag_steps, rel_tol=1e-9, abs_tol=1e-9)
-            if not same or not close:
-                bad.append((strategy.__name__, mode, got.parameters, got.captured, got.lag_steps))
-    dist.destroy_process_group()
-    assert not bad, bad[:2]
-
-
-@pytest.mark.parametrize("world", [3])
-def test_figures_of_all_ranks_are_those_of_the_unsharded_run(world, tmp_path):
-    spawn(whole_figures, world, tmp_path)
-
-
-def reports_of_wrapped_models(rank: int, world: int, rendezvous: str) -> None:
-    start(rank, world, rendezvous)
-    for strategy in (strategies.fsdp2, strategies.fsdp1):
-        _, opt = strategy({}, torch.float32)
-        (row,) = opt.report().groups
-        assert (row.master, row.container, row.forward, row.served) == (
-            "fp32",
-            "fp32",
-            "bf16",
-            "bf16",
-        )
-        assert row.grad == "fp32"
-    dist.destroy_process_group()
-
-
-def test_the_report_knows_mixed_precision(tmp_path):
-    spawn(reports_of_wrapped_models, 2, tmp_path)
 
 
 # ---- The precision report

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fc_optim import FairCastOptimizer, FlatPiece
 
-STEPS = 10
+STEPS = 4
 
 
 class Leaf(nn.Module):
@@ -292,3 +292,20 @@ def result(model, opt) -> dict[str, object]:
     if model is not None:
         found["state"] = whole_state(model, opt)
     return found
+
+
+def differences(expected: dict, got: dict) -> list[str]:
+    """Names of what is not bitwise equal, or not in the same order."""
+    bad = []
+    for part in expected.keys() & got.keys():
+        a, b = expected[part], got[part]
+        if not isinstance(a, dict):
+            bad += [part] * (a != b)
+            continue
+        bad += [f"{part}: order"] * (part != "state" and list(a) != list(b))
+        for name, value in a.items():
+            same = name in b and (
+                torch.equal(value, b[name]) if torch.is_tensor(value) else value == b[name]
+            )
+            bad += [] if same else [f"{part} {name}"]
+    return bad

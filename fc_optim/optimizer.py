@@ -387,17 +387,33 @@ class FairCastOptimizer(Optimizer):
         self.weights.check_unwritten("state_dict()")
         for group in self.param_groups:
             self.weights.stamp(group)
-        return super().state_dict()
+        return checkpoint.add_names(self.weights, super().state_dict())
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` or a plain torch optimizer saved.
+        """Load what `state_dict()` or a plain torch optimizer saved: all of it, or nothing.
 
-        fp32 state is never cast. Masters of the state win: the parameters are rewritten from them
-        at once. Without masters in it, moments are loaded and masters come from the parameters at
-        the next publish. Group dicts are updated in place; tensors are copied. Raises ValueError,
-        and changes nothing, if the state does not fit. Under DeepSpeed before `attach()`, the
+        Whose state an entry is: parameters are matched by name where both sides have names (given
+        at construction, of a bound model, or the keys of `torch.distributed.checkpoint`; prefixes
+        of wrappers do not count), else by identity (`param_id`), else by position, as torch does.
+        So parameters and groups may come in another order. Parameters that only one side has, a
+        parameter that moved to another group, and names that contradict identities are refused.
+
+        What is loaded: fp32 state is never cast. Masters of the state win: the parameters are
+        rewritten from them at once. The identities, seed, dither and epoch of the state win too.
+        Group dicts are updated in place; tensors are copied. A state of before the first publish
+        and one of plain torch have no masters: they come from the parameters at the next publish.
+        Where this optimizer has masters already they are given up only for
+        `fc_optim.without_masters(state_dict)`.
+
+        What is refused, with names: a master, moment, step or entry that is missing beside others;
+        masters or moments that were cast; tensors of another shape, of freed memory or none; keys
+        that became strings; groups that lack hyper-parameters or hold another type.
+
+        Raises ValueError if the state does not fit. Whatever is raised, masters, moments, groups
+        and weights are to the bit what they were; until the load is done, new state lies beside
+        the old (as in torch), and a copy of the weights. Under DeepSpeed before `attach()`, the
         state is kept, not copied, and loaded there.
         """
         state_dict = dict(state_dict)

@@ -82,6 +82,11 @@ class ServedWeights:
         return self.optimizer.param_groups
 
     @property
+    def base(self) -> Optimizer:
+        """The torch optimizer that was wrapped."""
+        return self.optimizer._base  # type: ignore[attr-defined]
+
+    @property
     def state(self) -> dict[Tensor, Any]:
         return self.optimizer.state
 
@@ -169,7 +174,7 @@ class ServedWeights:
             e.state[MASTER] = new_master(e)
             if not e.identity.flat:
                 e.state["param_id"] = id_tensor(e.identity.param_id)
-            complete_state(e, self.fused)
+            complete_state(e, self.fused, new=True)
             e.identity.has_master = True
         for group in self.groups:
             self.want_fp32_grads(group)
@@ -218,8 +223,6 @@ class ServedWeights:
         if self._plan is not None and self._plan.holds(context, self.entries()):
             calls = self._plan.state
         else:
-            for e in entries:
-                check_state(e)
             calls = state_calls(context, entries)
         self.foreign.check(context, calls, action, written=written)
 

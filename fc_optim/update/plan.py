@@ -17,7 +17,7 @@ from fc_optim.kernels.batch import Batch
 from fc_optim.params.registry import CONTAINER_DTYPES, Managed
 from fc_optim.params.sources import is_sharded, source_of, to_local
 from fc_optim.update.algorithms import Algorithm, algorithm_of
-from fc_optim.update.state import EPOCH, MASTER, move_state, state_keys
+from fc_optim.update.state import EPOCH, MASTER, check_state, move_state, state_keys
 
 _SIGNATURES = 8  # sets of gradients whose calls are kept: experts that get none in some steps
 
@@ -129,7 +129,10 @@ def state_calls(
         return (device, e.param.dtype, not scratch and is_staged(e, device))
 
     calls = []
-    for (device, _, staged), part in _grouped((e for e in entries if e.local.numel()), key):
+    held = [e for e in entries if e.local.numel()]
+    for e in held:
+        check_state(e)
+    for (device, _, staged), part in _grouped(held, key):
         own = [container_of(e.local, device, copy=True) if scratch else e.local for e in part]
         batch = Batch(
             containers=[] if staged else own,

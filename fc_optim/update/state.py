@@ -49,14 +49,16 @@ def id_tensor(param_id: int) -> Tensor:
     return torch.tensor(param_id, dtype=torch.int64, device="cpu")
 
 
-def complete_state(entry: Managed, fused: bool) -> None:
+def complete_state(entry: Managed, fused: bool, new: bool = False) -> None:
     """Add what is missing beside a master, in the dtypes that kernels read.
 
-    Moments that are all missing begin anew. Raises ValueError for a moment of another shape,
-    RuntimeError if some are there and others are not.
+    Moments that are all missing begin anew. Of an optimizer without kernels only what was made for
+    the parameter before there was a master (`new`) is cast: later, a bf16 state is its own choice.
+    Raises ValueError for a moment of another shape, RuntimeError if some are there and others are
+    not.
     """
     state = entry.state
-    if not fused:
+    if new and not fused:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
                 state[key] = value.float()  # made for a bf16 parameter

@@ -1,6 +1,7 @@
 """States and sequences that must be refused by name, or survive: nothing is lost or overwritten."""
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -212,13 +213,20 @@ def test_masters_made_in_inference_mode_can_be_trained(base, backend):
     assert_invariant(opt)
 
 
-def test_dropped_masters_are_logged(caplog):
+def test_masters_are_dropped_only_if_that_is_said(caplog):
     model = tiny()
     opt = FairCastAdamW(model.named_parameters())
     empty = opt.state_dict()
     train(model, opt)
-    opt.load_state_dict(empty)
-    assert "no master for 6 parameters" in caplog.text
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match=r"those of '0.weight'.* here would be replaced"):
+        opt.load_state_dict(empty)
+    assert_equal_states(opt.state_dict(), before)
+    with caplog.at_level(logging.INFO, "fc_optim"):
+        opt.load_state_dict(fc_optim.without_masters(empty))
+    assert "publish() makes masters from the parameters" in caplog.text
+    opt.publish()
+    assert torch.equal(opt.state[model[0].weight]["master"], model[0].weight.float())
 
 
 # -- the invariant, through writes and exceptions ----------------------------------------------

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from fc_optim import checkpoint, construct
+from fc_optim._eager import eager
 from fc_optim.metrics.precision import Report, report
 from fc_optim.metrics.step import StepMetrics, Telemetry
 from fc_optim.params.layouts import FlatPiece
@@ -114,6 +115,7 @@ class FairCastOptimizer(Optimizer):
 
     # -- step ----------------------------------------------------------------------------------
 
+    @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update masters and moments, and write the shadow into the parameters.
@@ -125,7 +127,7 @@ class FairCastOptimizer(Optimizer):
         weights.check_free("step()")
         if weights.registry.is_trial(self.param_groups):
             return None
-        plan, loss = weights.plan(), None
+        plan, loss = weights.plan(everyone=closure is not None), None
         if closure is not None and self.fused:
             with torch.enable_grad():
                 loss = closure()
@@ -187,6 +189,7 @@ class FairCastOptimizer(Optimizer):
 
     # -- publish and serve ---------------------------------------------------------------------
 
+    @eager
     def publish(self, redraw: bool = False) -> None:
         """Make masters where there are none and put the parameters on the bf16 grid. Idempotent.
 
@@ -196,6 +199,7 @@ class FairCastOptimizer(Optimizer):
         """
         self.weights.publish(redraw)
 
+    @eager
     def served_params(
         self,
         full: bool = True,
@@ -226,6 +230,7 @@ class FairCastOptimizer(Optimizer):
         items = stream.publish_items((self.weights,), "served", managed_only, tied)
         return stream.stream(items, (self.weights,), full, copy, bucket_bytes)
 
+    @eager
     def master_params(
         self,
         full: bool = True,
@@ -238,6 +243,7 @@ class FairCastOptimizer(Optimizer):
         items = stream.publish_items((self.weights,), "master", managed_only, tied)
         return stream.stream(items, (self.weights,), full, copy, bucket_bytes)
 
+    @eager
     def served_digest(self) -> Digest:
         """The digest of `served_params()`; `fc_optim.digest` is the receiver's side.
 
@@ -261,10 +267,12 @@ class FairCastOptimizer(Optimizer):
 
     # -- foreign writes ------------------------------------------------------------------------
 
+    @eager
     def check(self) -> dict[str, int]:
         """Compare every parameter with its shadow: {name: elements that differ}, {} when sound."""
         return self.weights.check()
 
+    @eager
     def adopt_weights(self) -> None:
         """Make what the parameters hold now the masters (moments stay), and publish them.
 
@@ -273,6 +281,7 @@ class FairCastOptimizer(Optimizer):
         self.weights.adopt()
         self._telemetry.restart()
 
+    @eager
     def restore_weights(self) -> None:
         """Write the shadow of the masters into the parameters, whatever they hold now."""
         self.weights.restore()
@@ -298,6 +307,7 @@ class FairCastOptimizer(Optimizer):
         """The parameters under management, in group order."""
         return self.weights.entries()
 
+    @eager
     def bind(self, model: nn.Module) -> Self:
         """Take names and order of `served_params()` from `model`. Random bits do not change.
 
@@ -377,6 +387,7 @@ class FairCastOptimizer(Optimizer):
 
     # -- state ---------------------------------------------------------------------------------
 
+    @eager
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with fp32 masters beside the moments. Never creates state.
 
@@ -389,6 +400,7 @@ class FairCastOptimizer(Optimizer):
             self.weights.stamp(group)
         return checkpoint.add_names(self.weights, super().state_dict())
 
+    @eager
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -428,6 +440,7 @@ class FairCastOptimizer(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    @eager
     def to_torch_state_dict(self) -> dict[str, Any]:
         """The way out: the state dict of the base optimizer alone (moments in fp32)."""
         return checkpoint.to_torch_state_dict(self.state_dict(), self.fused)

@@ -21,7 +21,14 @@ from fc_optim.params.layouts import FlatPiece, Group, flat_layout, groups_of
 from fc_optim.params.registry import Managed, Registry, check_dtype, check_memory
 from fc_optim.update import foreign
 from fc_optim.update.plan import Context, Plan, state_calls
-from fc_optim.update.state import MASTER, check_state, complete_state, id_tensor, new_master
+from fc_optim.update.state import (
+    MASTER,
+    check_state,
+    complete_state,
+    id_tensor,
+    new_master,
+    on_grid,
+)
 
 ROUNDING_SCHEME = 1  # the bit contract: counter layout, lane order, add and truncate
 DITHERS = ("fresh", "sync", "held")
@@ -112,6 +119,7 @@ class ServedWeights:
         return [e.source.address(e.param) for e in self._entries]
 
     def with_master(self) -> list[Managed]:
+        """Those of them that have a master."""
         return [e for e in self.entries() if MASTER in e.state]
 
     def context(self) -> Context:
@@ -128,33 +136,36 @@ class ServedWeights:
     def _backend_for(self) -> Any:
         return functools.partial(backend_for, self.backend)
 
-    def plan(self) -> Plan:
+    def plan(self, everyone: bool = True) -> Plan:
         """The kernel calls of all parameters; made anew when something that they rest on changed.
 
-        Makes masters where there are none yet.
+        Makes masters where there are none yet. Without `everyone` they wait whose weights it would
+        change although they have no gradient: a graph may still wait for its backward.
         """
-        context, entries = self.context(), self.entries()
+        context = self.context()
+        self.make_masters(everyone)
+        entries = self.entries()
         if self._plan is None or not self._plan.holds(context, entries):
-            self.make_masters()
-            self._plan = self._new_plan(context, self.entries())
+            managed = self.with_master()
+            for e in managed:
+                check_state(e)
+                complete_state(e, self.fused)
+            self._plan = Plan(context, managed, among=entries)
         return self._plan
-
-    def _new_plan(self, context: Context, entries: list[Managed]) -> Plan:
-        for e in entries:
-            check_state(e)
-            complete_state(e, self.fused)
-        return Plan(context, entries)
 
     # -- masters and their shadow --------------------------------------------------------------
 
     @torch.inference_mode(False)  # a rollout's mode; its tensors could not be trained on
     @torch.no_grad()
-    def make_masters(self) -> None:
+    def make_masters(self, everyone: bool = True) -> None:
         """Masters and state for every managed parameter that has none; their shadow too.
 
-        Raises RuntimeError where there was one, which somebody took away.
+        Without `everyone`, not for those off the grid that have no gradient. Raises RuntimeError
+        where there was a master, which somebody took away.
         """
         new = [e for e in self.entries() if MASTER not in e.state]
+        if not everyone:
+            new = [e for e in new if e.param.grad is not None or not e.identity.off_grid]
         if not new:
             return
         self.registry.check_orphans(self.groups, self.state)
@@ -167,6 +178,10 @@ class ServedWeights:
                     "(to_empty(), then load or initialise its weights) before the first step."
                 )
         check_memory(self.entries())
+        for e in new:
+            e.identity.off_grid = not on_grid(e.local)
+        if not everyone:
+            new = [e for e in new if e.param.grad is not None or not e.identity.off_grid]
         self.registry.find_layouts(new)
         _check_whole(new)
         for e in new:
@@ -178,7 +193,8 @@ class ServedWeights:
             e.identity.has_master = True
         for group in self.groups:
             self.want_fp32_grads(group)
-        self.round_(new)
+        self.round_([e for e in new if e.identity.off_grid])
+        foreign.record([e for e in new if not e.identity.off_grid], written=False)
 
     @torch.no_grad()
     def round_(self, entries: Sequence[Managed]) -> None:

@@ -111,17 +111,23 @@ def _by_identities(theirs: Sequence[Place], ours: Sequence[Place]) -> list[int] 
     return order
 
 
+def _cleaned(names: Sequence[str]) -> list[str]:
+    """Names without the prefixes of wrappers, but as they are where two would become one."""
+    cleaned = [clean_name(name) for name in names]
+    times = Counter(cleaned)
+    return [raw if times[own] > 1 else own for raw, own in zip(names, cleaned, strict=True)]
+
+
 def _given(places: Sequence[Place]) -> Names | None:
     """The names that one side was built with, if they are all known and differ."""
-    names = [clean_name(p.given) for p in places if p.given is not None]
-    while names and all(name.startswith("module.") for name in names):  # of a wrapper
-        names = [name.removeprefix("module.") for name in names]
+    names = _cleaned([p.given for p in places if p.given is not None])
     whole = bool(names) and len(set(names)) == len(places)
     return [(name,) for name in names] if whole else None
 
 
 def _labels(places: Sequence[Place]) -> Names | None:
-    labels = [tuple(map(clean_name, p.labels)) for p in places]
+    names = iter(_cleaned([name for p in places for name in p.labels]))
+    labels = [tuple(next(names) for _ in p.labels) for p in places]
     whole = bool(labels) and all(labels) and len(set(labels)) == len(labels)
     return labels if whole else None
 
@@ -150,7 +156,7 @@ def _refuse_strangers(theirs: Sequence[Place], names: Names) -> None:
 
 
 def _refuse_twice(theirs: Sequence[Place]) -> None:
-    count = Counter(clean_name(p.given) for p in theirs if p.given is not None)
+    count = Counter(_cleaned([p.given for p in theirs if p.given is not None]))
     twice = [name for name, n in count.items() if n > 1]
     if twice:
         raise ValueError(f"state_dict: param_names has {some(twice)} twice. " + REMEDY)
@@ -174,14 +180,14 @@ Whereabouts = dict[str, tuple[int, tuple[int, int]]]
 
 def _whereabouts(places: Sequence[Place]) -> tuple[Whereabouts, Whereabouts]:
     """Where each given name and each label is: its place, which part of it, and of how many."""
-    given: Whereabouts = {}
-    labels: Whereabouts = {}
-    for i, place in enumerate(places):
-        if place.given is not None:
-            given[clean_name(place.given)] = i, (0, 1)
-        for k, name in enumerate(place.labels):
-            labels[clean_name(name)] = i, (k, len(place.labels))
-    return given, labels
+    named = [(i, p.given) for i, p in enumerate(places) if p.given is not None]
+    parts = [(i, k, p) for i, p in enumerate(places) for k in range(len(p.labels))]
+    given = zip(_cleaned([name for _, name in named]), named, strict=True)
+    labels = zip(_cleaned([p.labels[k] for _, k, p in parts]), parts, strict=True)
+    return (
+        {name: (i, (0, 1)) for name, (i, _) in given},
+        {name: (i, (k, len(p.labels))) for name, (i, k, p) in labels},
+    )
 
 
 def _pair_groups(saved: Groups, mine: Groups, order: list[int]) -> list[int]:

@@ -29,6 +29,7 @@ class Identity:
     tensor: the one that was last seen here. Not a weak reference: torch would refuse to swap it.
     seen: the parameter's fingerprint after the optimizer last wrote it (see `update.foreign`).
     has_master: a master was made or loaded, so that its absence is a loss.
+    off_grid: its values were no bf16 values when it had no master yet.
     """
 
     ids: tuple[int, ...]
@@ -39,6 +40,7 @@ class Identity:
     seen: tuple[Any, ...] | None = None
     bound: bool = False  # the label is that of the bound model
     has_master: bool = False
+    off_grid: bool = False
 
     @property
     def param_id(self) -> int:

@@ -24,12 +24,12 @@ REMEDIES = (
 )
 
 
-def record(entries: Sequence[Managed]) -> None:
-    """Note that these parameters hold their shadow now; bumps their version counters."""
-    # Kernels write through raw pointers: autograd must learn of it (saved tensors are stale).
-    written = [e.param for e in entries]
-    written += [e.local for e in entries if e.source.placements(e.param) is not None]
-    torch.autograd.graph.increment_version(written)
+def record(entries: Sequence[Managed], written: bool = True) -> None:
+    """Note that these parameters hold their shadow now; bumps version counters if `written`."""
+    if written:  # through raw pointers: autograd must learn of it (saved tensors are stale)
+        tensors = [e.param for e in entries]
+        tensors += [e.local for e in entries if e.source.placements(e.param) is not None]
+        torch.autograd.graph.increment_version(tensors)
     for e in entries:
         e.identity.seen = _fingerprint(e)
 

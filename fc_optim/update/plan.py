@@ -197,12 +197,13 @@ def _grouped(
 class Plan:
     """The calls of one optimizer, until something that they rest on changes.
 
-    entries: all that are managed, with complete and checked state.
+    entries: those that have a master, with complete and checked state.
+    among: all that are managed.
     state: calls that round, compare or adopt all of them.
     """
 
-    def __init__(self, context: Context, entries: list[Managed]) -> None:
-        self.context, self.entries = context, entries
+    def __init__(self, context: Context, entries: list[Managed], among: list[Managed]) -> None:
+        self.context, self.entries, self._among = context, entries, among
         self._keys = [itemgetter(*state_keys(e, context.fused)) for e in entries]
         self.state = state_calls(context, entries)
         self._parts: dict[tuple[int, ...], list[KernelCall]] = {}  # of `state`, for some entries
@@ -229,11 +230,11 @@ class Plan:
             *(source.address(t) for source, t in self._sharded),
         ]
 
-    def holds(self, context: Context, entries: list[Managed]) -> bool:
+    def holds(self, context: Context, among: list[Managed]) -> bool:
         """Whether the calls are still of these entries, with the same state in the same memory."""
         try:
             return (
-                entries is self.entries
+                among is self._among
                 and context == self.context
                 and self._read_identities() == self._identities
                 and self._read_addresses() == self._addresses

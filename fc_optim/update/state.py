@@ -15,6 +15,8 @@ from fc_optim.params.registry import CONTAINER_DTYPES, Managed, check_dtype
 from fc_optim.params.sources import source_of, to_local
 from fc_optim.update.algorithms import algorithm_of
 
+_CHUNK = 1 << 22  # elements: 17 MB for each int32 temporary
+
 MASTER = "master"
 EPOCH = (
     "dither_step"  # steps taken, int64: the dither epoch of "fresh", whatever users do to `step`
@@ -36,6 +38,15 @@ def new_master(entry: Managed) -> Tensor:
     master = entry.local.to(torch.float32, memory_format=kept, copy=True)
     make_canonical(master)
     return entry.source.from_local(entry.param, master)
+
+
+def on_grid(part: Tensor) -> bool:
+    """Whether all values are bf16 values as a shadow has them, so that rounding changes none."""
+    for chunk in part.reshape(-1).split(_CHUNK):
+        bits = chunk.to(torch.float32).view(torch.int32)
+        if bool(((canonical_bits(bits) & -0x10000) != bits).any()):
+            return False
+    return True
 
 
 def make_canonical(master: Tensor) -> None:

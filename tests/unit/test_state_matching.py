@@ -37,6 +37,12 @@ PAIRS = {
     "a wrapper here": (
         [given("ab")], [given(["_orig_mod.b", "_orig_mod.a"])], [1, 0], [0], "names",
     ),
+    "an attribute that is called as a wrapper": (
+        [given(["module.w", "w"])], [given(["w", "module.w"])], [1, 0], [0], "names",
+    ),
+    "the same, bound": (
+        [labelled(["module.w", "w"])], [labelled(["w", "module.w"])], [1, 0], [0], "names",
+    ),
     "groups in another order": (
         [given("ab"), given("c")], [given("c"), given("ba")], [2, 1, 0], [1, 0], "names",
     ),
@@ -105,6 +111,9 @@ REFUSED = {
         [given("ab")], [given("a"), given("b")], r"\[2\] parameters.*\[1, 1\]",
     ),
     "a name twice": ([given("aa")], [given("ab")], "param_names has 'a' twice"),
+    "a cleaned name twice": (
+        [given(["module.a", "module.a"])], [given("ab")], "param_names has 'module.a' twice",
+    ),
     "names without their entries": (
         [[Place("q", "q", param_id=param_id("k")), Place("k", "k", param_id=param_id("q"))]],
         [given("qk")], "the entry of 'q' has the identity .* of 'k'",

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from fc_optim.checkpoint import DITHERS
 from fc_optim.kernels.backends import BACKENDS
 from fc_optim.metrics.step import MODES
+from fc_optim.params.modules import true_shape
 from fc_optim.update.muon import lr_ratio
 
 OPTIONS = ("seed", "dither", "masters", "backend", "fp32_grads", "metrics")
@@ -133,10 +134,10 @@ def _check_muon(group: dict[str, Any]) -> None:
         raise ValueError("maximize, amsgrad: Muon has neither; set them in Adam groups only.")
     lr_ratio(group["adjust_lr_fn"], torch.Size((1, 1)))
     for i, p in enumerate(group["params"]):
-        if p.requires_grad and p.ndim != 2:
+        if p.requires_grad and len(true_shape(p)) != 2:
             name = group.get("param_names", {i: f"number {i} of its group"})[i]
             raise ValueError(
-                f"params: {name!r} has shape {tuple(p.shape)}, but Muon takes matrices only; "
+                f"params: {name!r} has shape {tuple(true_shape(p))}, but Muon takes matrices only; "
                 "fc_optim.muon_param_groups(model) sorts parameters."
             )
 

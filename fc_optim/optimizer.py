@@ -281,6 +281,7 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
                 )
         self.registry.refuse_shared(self.managed())
         self.registry.lay_out(new)
+        self.registry.numbered.say_shared(self.registry.names(self.param_groups), self.seed)
         for e in new:
             e.state = self.state.setdefault(e.param, {})
             e.state["master"] = new_master(e.param)

@@ -22,7 +22,7 @@ from fc_optim import checkpoint
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.params.buffers import Buffers, FlatBuffer
 from fc_optim.params.layouts import FlatPiece, flat_layout
-from fc_optim.params.names import clean_name
+from fc_optim.params.modules import named_parameters, true_shape
 
 MASTERS_MARK = "masters_in_fp32"  # group key of a checkpoint whose fp32 weights are the masters
 logger = logging.getLogger("fc_optim")
@@ -183,7 +183,7 @@ def _all_in_groups(opt: FairCastOptimizer, buffers: Sequence[FlatBuffer]) -> Ite
 
 def _buffers(engine: Any, zero: Any) -> Buffers:
     """What the engine's optimizer steps: fp32 buffers, and where they sit in the parameters."""
-    names = {p: clean_name(n) for n, p in engine.module.named_parameters()}
+    names = {p: n for n, p in named_parameters(engine.module)}
     _refuse_split_experts(engine, names)
     param_groups = zero.optimizer.param_groups
     if hasattr(zero, "fp32_partitioned_groups_flat"):
@@ -310,9 +310,9 @@ def _copy_from_module(buffers: Sequence[FlatBuffer]) -> None:
 
 def _find_frozen(engine: Any, opt: FairCastOptimizer, groups: Sequence[Any]) -> None:
     """Where the frozen parameters of stage 3 sit: they are partitioned as well."""
-    for name, p in engine.module.named_parameters():
+    for name, p in named_parameters(engine.module):
         if hasattr(p, "ds_tensor") and p not in opt.registry.inside:
-            piece = FlatPiece(name, p.ds_shape, *_partition(p), 0)
+            piece = FlatPiece(name, true_shape(p), *_partition(p), 0)
             opt.registry.known[p] = flat_layout([piece], groups)
 
 

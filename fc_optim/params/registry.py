@@ -1,6 +1,7 @@
 """Which parameters are managed, under which identity and name, and where their shards sit."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fc_optim.kernels.batch import Segment
 from fc_optim.params import layouts as shards
 from fc_optim.params.layouts import FlatPiece, Group, Layout, is_dtensor
-from fc_optim.params.names import clean_name, param_id
+from fc_optim.params.modules import named_parameters
+from fc_optim.params.names import clean_name, param_id, without_wrappers
+from fc_optim.params.unnamed import Numbered
 
 CONTAINER_DTYPES = (torch.bfloat16, torch.float32)
 FLAT = "_flat_param"  # FSDP1's name for a flat parameter, in place of its originals' names
@@ -85,6 +88,7 @@ class Registry:
         self._replaced: dict[Tensor, tuple[dict[str, Any], Tensor, Slot]] | None = None
         self._plain = False  # tensors that are no Parameters are what the user passed
         self.inside: Any = WeakTensorKeyDictionary()  # parameter -> its flat buffer, its piece
+        self.numbered = Numbered()
         self._first: Any = WeakTensorKeyDictionary()  # slots by the tensors that they began with
 
     def admit(self, group: dict[str, Any]) -> None:
@@ -98,8 +102,8 @@ class Registry:
             raise ValueError("params: a parameter comes twice in one group; pass tied ones once.")
         first = sum(map(len, self._slots))
         plain = (f"param.{first + i}" for i in range(len(params)))
-        names = [clean_name(n) for n in named or plain]
         taken = {slot.name for slots in self._slots for slot in slots}
+        names = _labels(list(named or plain), taken)
         for name, p in zip(names, params, strict=True):
             if name in taken:
                 raise ValueError(
@@ -110,6 +114,7 @@ class Registry:
             taken.add(name)
             if group["served_dtype"] is not None and p.requires_grad:
                 check_dtype(p, name)
+        self.numbered.any |= bool(params) and not named
         self._plain |= not all(isinstance(p, nn.Parameter) for p in params)
         self._slots.append([_slot(name, p) for name, p in zip(names, params, strict=True)])
         self._first.update(zip(params, self._slots[-1], strict=True))
@@ -218,7 +223,7 @@ class Registry:
         lost = [p.name for first, p in pieces if first not in self._first]
         if lost:
             raise ValueError(f"the optimizer was not built with {', '.join(lost[:8])}.")
-        names = tuple(clean_name(p.name) for _, p in pieces)
+        names = tuple(p.name for _, p in pieces)
         ids = tuple(self._first[first].param_id for first, _ in pieces)
         self._replaced = self._replaced or {}
         label = names[0] if len(names) == 1 else f"buffer {len(self._replaced)} from {names[0]}"
@@ -237,6 +242,10 @@ class Registry:
             slots = [slot for _, _, slot in self._replaced.values()]
         layouts = [slot.layout for slot in slots if slot.layout]
         return shards.groups_of(layouts)
+
+    def names(self, groups: Groups) -> list[str]:
+        """The labels of all parameters, in group order."""
+        return [slot.name for _, _, slot in self.places(groups)]
 
     def refuse_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
         """Raise RuntimeError if masters belong to parameters that are in no group any more."""
@@ -288,16 +297,19 @@ class Registry:
         slot.forget()
 
     def bind(self, groups: Groups, model: nn.Module) -> None:
-        """Take labels from `model`; identities stay. Raises ValueError if it shares nothing."""
-        names: dict[Tensor, str] = {}
-        for name, p in model.named_parameters(remove_duplicate=False):
-            names.setdefault(p, clean_name(name))
+        """Take labels from `model`; identities stay.
+
+        Raises ValueError if it shares nothing, or if a name would be that of two parameters.
+        """
+        names = {p: name for name, p in named_parameters(model)}
         places = [(p, slot) for _, p, slot in self.places(groups)]
         if not any(p in names for p, _ in places):
             raise ValueError(
                 "model: the optimizer trains none of its parameters; bind the model whose "
                 "parameters the optimizer was built from."
             )
+        others = [(slot.name, p) for p, slot in places if p not in names]
+        _refuse_clash([*named_parameters(model, remove_duplicate=False), *others])
         self.known.update(shards.fsdp1_layouts(model))
         for tensor, slot in places:
             slot.bound = tensor in names
@@ -328,12 +340,30 @@ def names_in(name: str, param: Any, aliases: bool = False) -> list[tuple[str, in
         first = f"{tied.prim_module_name}.{tied.prim_param_name}".removeprefix(".")
         alias = f"{tied.module_name}.{tied.param_name}".removeprefix(".")
         found.append((alias, param._fqns.index(first)))
-    return [(clean_name(prefix + fqn), i) for fqn, i in found]
+    return [(prefix + without_wrappers(fqn), i) for fqn, i in found]
+
+
+def _labels(given: Sequence[str], taken: Collection[str]) -> list[str]:
+    """Cleaned names, but as they were given where cleaning would make two of them one."""
+    cleaned = [clean_name(name) for name in given]
+    times = Counter([*cleaned, *taken])
+    return [raw if times[name] > 1 else name for raw, name in zip(given, cleaned, strict=True)]
+
+
+def _refuse_clash(named: Iterable[tuple[str, Tensor]]) -> None:
+    owner: dict[str, Tensor] = {}
+    for name, p in named:
+        if owner.setdefault(name, p) is not p:
+            raise ValueError(
+                f"model: {name!r} would be the name of two parameters, and what is served is known "
+                "by its name. Rename one attribute, or bind a model that has all parameters of "
+                "the optimizer."
+            )
 
 
 def _slot(name: str, param: Tensor) -> Slot:
-    names = tuple(own for own, _ in names_in(name, param))
     flat = hasattr(param, "_is_flat_param")
+    names = tuple(clean_name(own) if flat else own for own, _ in names_in(name, param))
     return Slot(tuple(map(param_id, names)), names, name, flat=flat)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fc_optim.params import layouts as shards
+from fc_optim.params.modules import named_parameters
 from fc_optim.params.registry import Managed
 from fc_optim.serving.stream import Item, list_items, stream
 
@@ -115,9 +116,8 @@ def fp32_copy(
 def _fill(
     into: nn.Module, items: list[Item], optimizers: Sequence["FairCastOptimizer"]
 ) -> nn.Module:
-    params = dict(
-        into.float().eval().requires_grad_(False).named_parameters(remove_duplicate=False)
-    )
+    plain = into.float().eval().requires_grad_(False)
+    params = dict(named_parameters(plain, remove_duplicate=False))
     missing = sorted(params.keys() - {i.name for i in items})
     if missing:
         raise ValueError(f"into: the trained model has no {', '.join(missing[:8])}.")

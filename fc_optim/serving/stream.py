@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from fc_optim.params import layouts as shards
 from fc_optim.params.collectives import gather
 from fc_optim.params.layouts import Group, Layout, Piece
-from fc_optim.params.names import clean_name
+from fc_optim.params.modules import named_parameters
 from fc_optim.params.registry import Managed, Registry, names_in
 from fc_optim.serving.digests import Digest, sharded_digest
 
@@ -164,7 +164,10 @@ def list_items(
         managed.update({e.param: e for e in opt.managed()})
     known = {p: layout for opt in optimizers for p, layout in opt.registry.known.items()}
     inside = {p: place for opt in optimizers for p, place in opt.registry.inside.items()}
-    if model is not None:
+    if model is None:
+        for opt in optimizers:
+            opt.registry.numbered.say_served(opt.registry.names(opt.param_groups))
+    else:
         shards.reshard(model)
         known |= shards.fsdp1_layouts(model)
         _refuse_replaced(model, managed.keys() | inside.keys(), managed)
@@ -206,8 +209,8 @@ def _named(
             for opt in optimizers
             for _, p, slot in opt.registry.places(opt.param_groups)
         ]
-    named = model.named_parameters(remove_duplicate=tied == "once")
-    return [(names_in(clean_name(n), p, aliases=tied == "all"), p) for n, p in named]
+    named = named_parameters(model, remove_duplicate=tied == "once")
+    return [(names_in(n, p, aliases=tied == "all"), p) for n, p in named]
 
 
 def _refuse_replaced(

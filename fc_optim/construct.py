@@ -1,12 +1,16 @@
 """How a FairCastOptimizer comes to be: option checks, the base instance, drop-in classes."""
 
+import contextlib
 import inspect
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from fc_optim.checkpoint import DITHERS
+from fc_optim.checkpoint import DITHERS, logger
 from fc_optim.kernels.backends import BACKENDS
 from fc_optim.metrics.step import MODES
 from fc_optim.params.modules import true_shape
@@ -43,7 +47,9 @@ def base_instance(
     if isinstance(base, type) and issubclass(base, Optimizer):
         if hasattr(base, "served_params"):
             raise TypeError(f"base: {base.__name__} is a FairCastOptimizer already.")
-        return base(params, *args, **kwargs)
+        made = base(params, *args, **kwargs)
+        refuse_base(made)
+        return made
     if not isinstance(base, Optimizer):
         raise TypeError(
             f"base: {base!r} is neither a torch.optim.Optimizer class nor an instance of one."
@@ -52,51 +58,152 @@ def base_instance(
         raise TypeError("base: it is a FairCastOptimizer already.")
     if vars(base).get("step") is taken_over:
         raise ValueError("base: this instance was wrapped already; use that FairCastOptimizer.")
+    refuse_base(base)
     if params is not None or args or kwargs:
         extra = ", ".join(["params"] * (params is not None) + sorted(kwargs)) or "arguments"
         raise TypeError(f"{extra}: not taken with an optimizer instance, which has its own.")
     return base
 
 
+def refuse_base(base: Optimizer) -> None:
+    """Raise TypeError for an optimizer whose state is not all its own.
+
+    Wrappers such as Lookahead keep the state of an inner optimizer beside theirs: it would run on
+    the parameters in place of the masters, and not be saved.
+    """
+    name = type(base).__name__
+    apart = [o for o in inner_optimizers(base) if o.state is not base.state]
+    if apart:
+        inner = type(apart[0]).__name__
+        raise TypeError(
+            f"base: {name} steps an {inner} inside, which keeps a state of its own that would "
+            f"neither be run on the masters nor saved. Wrap the inner one alone, "
+            f"FairCastOptimizer({inner}, ...), or use an optimizer that does both itself."
+        )
+    if type(base).state_dict is Optimizer.state_dict:
+        return
+    saved = type(base).state_dict(base).keys()
+    if not {"state", "param_groups"} <= saved:
+        raise TypeError(
+            f"base: the state_dict() of {name} has {sorted(map(str, saved))} in place of 'state' "
+            "and 'param_groups', so its state could not be saved with the masters."
+        )
+    if len(saved) > 2:
+        logger.warning(
+            "base: %s saves %s beside its state and groups. That is not saved with the masters: "
+            "it begins anew after a resume.",
+            name, ", ".join(sorted(map(str, saved - {"state", "param_groups"}))),
+        )  # fmt: skip
+
+
+def inner_optimizers(base: Optimizer) -> list[Optimizer]:
+    """The optimizers that an optimizer such as SAM keeps in its attributes."""
+    found: list[Optimizer] = []
+    values = list(vars(base).values())
+    for value in values:
+        if isinstance(value, Optimizer) and value is not base and value not in found:
+            found.append(value)
+            values += vars(value).values()
+        elif type(value) in (list, tuple):
+            values += value
+        elif type(value) is dict:
+            values += value.values()
+    return found
+
+
 def taken_over(*args: Any, **kwargs: Any) -> Any:
-    """What the inner optimizer's `step` and `load_state_dict` become."""
+    """What the methods of the inner optimizer become."""
     raise RuntimeError(
         "this optimizer was wrapped by FairCastOptimizer, which owns its groups and state: call "
-        "step() or load_state_dict() of the FairCastOptimizer."
+        "step() or load_state_dict() of the FairCastOptimizer, and the base's own methods there "
+        "too."
     )
 
 
 TAKEN_OVER = ("step", "load_state_dict")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 # A scheduler that was attached to the inner optimizer checks for its mark.
 taken_over._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def pack(base: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The inner optimizer as something to pickle: all its attributes but hooks and `step`.
+class Packed(NamedTuple):
+    """An optimizer to pickle: all its attributes but hooks and the methods that were taken over."""
 
-    torch's own pickling keeps groups and state only, which breaks LBFGS.
-    """
-    return type(base), own_attributes(base)
+    cls: type[Optimizer]
+    attributes: dict[str, Any]
+
+
+def pack(base: Optimizer) -> Packed:
+    """See `Packed`. torch's own pickling keeps groups and state only, which breaks LBFGS."""
+    attributes = {
+        k: pack(v) if isinstance(v, Optimizer) else v
+        for k, v in own_attributes(base).items()
+        if not isinstance(v, Iterator)  # what the base was given, and has read
+    }
+    return Packed(type(base), attributes)
 
 
 def own_attributes(opt: Optimizer) -> dict[str, Any]:
     """An optimizer's attributes but hooks and the methods that were taken over."""
-    return {k: v for k, v in vars(opt).items() if k not in TAKEN_OVER and not k.endswith("_hooks")}
+    return {
+        k: v
+        for k, v in vars(opt).items()
+        if k not in TAKEN_OVER and v is not taken_over and not k.endswith("_hooks")
+    }
 
 
 def unpack(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
     """The inner optimizer back from `pack`."""
     base = object.__new__(cls)
-    base.__dict__.update(attributes)
+    made = {k: unpack(*v) if isinstance(v, Packed) else v for k, v in attributes.items()}
+    base.__dict__.update(made)
     Optimizer.__setstate__(base, {})  # its hooks; AdamW's own would look for `step` in all state
     take_over(base)
     return base
 
 
 def take_over(base: Optimizer) -> None:
-    """From now on the FairCastOptimizer alone steps and loads."""
-    vars(base).update(dict.fromkeys(TAKEN_OVER, taken_over))
+    """From now on the FairCastOptimizer alone runs its methods, and those of one inside it."""
+    for opt in (base, *inner_optimizers(base)):
+        own = [n for n in dir(type(opt)) if own_method(type(opt), n)]
+        vars(opt).update(dict.fromkeys((*TAKEN_OVER, *own), taken_over))
+
+
+@contextlib.contextmanager
+def released(base: Optimizer) -> Iterator[None]:
+    """While inside, the base has its methods, but not the hooks of its step: ours are the same."""
+    held = []
+    for opt in (base, *inner_optimizers(base)):
+        hidden = {k: v for k, v in vars(opt).items() if v is taken_over}
+        if opt is base:
+            hidden |= {k: vars(opt)[k] for k in _STEP_HOOKS}
+        held.append((opt, hidden))
+        for key in hidden:
+            del vars(opt)[key]
+    vars(base).update({k: OrderedDict() for k in _STEP_HOOKS})
+    try:
+        yield
+    finally:
+        for opt, hidden in held:
+            vars(opt).update(hidden)
+
+
+def own_method(cls: type[Optimizer], name: str) -> Callable[..., Any] | None:
+    """The public method of this name that an optimizer's class has and torch's has not."""
+    if name.startswith("_") or hasattr(Optimizer, name):
+        return None
+    found = inspect.getattr_static(cls, name, None)
+    return found if isinstance(found, FunctionType) else None
+
+
+def is_setting(opt: Optimizer, name: str) -> bool:
+    """Whether an attribute is the base's alone, so that to set it is to set it there."""
+    base = vars(opt).get("_base")
+    if base is None or name.startswith("_") or name in vars(opt) or hasattr(type(opt), name):
+        return False
+    found = inspect.getattr_static(type(base), name, None)
+    return isinstance(found, property) or vars(base).get(name, taken_over) is not taken_over
 
 
 def set_algorithm(group: dict[str, Any], base: type[Optimizer], fused: bool) -> None:

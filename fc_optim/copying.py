@@ -40,6 +40,8 @@ class Copying(Optimizer):
         wrapped = vars(self).get("_optimizer")
         if wrapped is not None and name in _OWN:
             setattr(wrapped, name, value)
+        elif construct.is_setting(self, name):
+            setattr(self._base, name, value)
         else:
             super().__setattr__(name, value)
 

@@ -94,7 +94,8 @@ class Membership(Optimizer):
         """As in torch. Masters of the new parameters are made at the next publish or step."""
         self._base.param_groups = self.param_groups  # somebody may have replaced the list
         self._agreed = False
-        self._base.add_param_group(param_group)  # appends to the shared list, after its checks
+        with construct.released(self._base):
+            self._base.add_param_group(param_group)  # to the shared list, after its checks
         try:
             self._admit(self.param_groups[-1])
         except Exception:

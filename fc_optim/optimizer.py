@@ -17,6 +17,7 @@ from fc_optim.metrics.precision import Reporting
 from fc_optim.metrics.step import Telemetry
 from fc_optim.params import layouts as shards
 from fc_optim.params.buffers import Buffers
+from fc_optim.params.collectives import anywhere
 from fc_optim.params.registry import Managed, Registry, check_dtype
 from fc_optim.serving import evaluation
 from fc_optim.serving.stream import Serving
@@ -28,7 +29,7 @@ from fc_optim.update.plan import (
     state_work,
     update_work,
 )
-from fc_optim.update.unfused import BaseStep
+from fc_optim.update.unfused import BaseStep, base_attribute
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon)
 
@@ -96,13 +97,13 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         self._seed, self._dither = seed, dither
         self.masters, self.backend, self.fp32_grads = masters, backend, fp32_grads
         self.fused = type(inner) in _FUSED
-        self._base = inner
         self._epoch = self._served_version = 0
         self._agreed = False
         self.was_bound = False
         self.registry = Registry()
         self._telemetry = Telemetry(metrics)
         self._reset_transient(inner)
+        self._base = inner  # what it has and this object does not is reached through it from now on
         # As unpickling does: hooks, profiling, and the base's own groups and state.
         Optimizer.__setstate__(
             self,
@@ -162,6 +163,34 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         excluded = [g for g in self.param_groups if g["served_dtype"] is None and g["params"]]
         if excluded and not self._skipped():
             self._base_step.run(excluded, self.state, [], self.context(), grad_scale=scale)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the base has and this class has not: settings, and methods to run on the masters."""
+        return base_attribute(self, name)
+
+    @torch.no_grad()
+    def call_base(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the base on the masters: schedule-free's `train()`, SAM's `first_step()`.
+
+        `opt.train()` is short for it. If the shadow is another one afterwards it is published as a
+        new version, with new bits under dither "fresh". Collective where parameters are sharded.
+        Raises RuntimeError if weights were changed outside the optimizer.
+        """
+        self._check_free(f"{name}()")
+        self.publish()
+        entries = self.managed()
+        try:
+            return self._base_step.call(
+                name, args, kwargs, self.param_groups, self.state, entries, self.context()
+            )
+        finally:
+            changed = bool(self._foreign.compare(self.context(), entries))
+            if anywhere(changed, self.registry.groups()):
+                for e in entries:
+                    e.state["dither_step"] += 1
+                self._served_version += 1
+                self._round(entries)
+                self._spread()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -287,7 +316,7 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
             e.state["master"] = new_master(e.param)
             if not e.slot.flat:
                 e.state["param_id"] = checkpoint.id_tensor(e.slot.param_id)
-            complete_state(e, self.fused)
+            complete_state(e, self.fused, new=True)
         for group in self.param_groups:
             self._want_fp32_grads(group)
         self._round(new)

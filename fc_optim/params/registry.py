@@ -250,7 +250,7 @@ class Registry:
     def refuse_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
         """Raise RuntimeError if masters belong to parameters that are in no group any more."""
         held = {p for _, p, _ in self.places(groups)}
-        lost = sum("master" in own for p, own in state.items() if p not in held)
+        lost = sum("master" in state[p] for p in state if isinstance(p, Tensor) and p not in held)
         if lost:
             raise RuntimeError(
                 f"{lost} parameters that have masters were replaced in param_groups, so their "

@@ -109,16 +109,16 @@ def step_key(entry: Managed, fused: bool) -> str:
     return "step" if fused and entry.group["algorithm"] != "muon" else "dither_step"
 
 
-def complete_state(entry: Managed, fused: bool) -> None:
+def complete_state(entry: Managed, fused: bool, new: bool = False) -> None:
     """Add what is missing of a parameter's state, and bring it to what the kernels read: fp32.
 
-    Raises ValueError for a moment of another shape.
+    Of an optimizer without kernels only what was made for the parameter, before there was a
+    master (`new`): later, a bf16 state is its own choice. Raises ValueError for a moment of
+    another shape.
     """
     state, master = entry.state, entry.state["master"]
-    if not fused:
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-                state[key] = value.float()  # made for a bf16 parameter
+    if new and not fused:
+        state.update({k: _fp32(v) for k, v in state.items()})
     step = step_key(entry, fused)
     if step not in state:
         state[step] = torch.zeros((), dtype=torch.float32, device=master.device)
@@ -132,6 +132,17 @@ def complete_state(entry: Managed, fused: bool) -> None:
         check_shape(key, value, entry.slot.name, entry.param)
         if value.dtype != torch.float32 or not local(value).is_contiguous():
             state[key] = like(entry.param, local(value).to(torch.float32).contiguous())
+
+
+def _fp32(value: Any) -> Any:
+    """A state of a bf16 parameter as the base would have made it for a master."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype == torch.bfloat16 else value
+    if type(value) is dict:
+        return {k: _fp32(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_fp32(v) for v in value)
+    return value
 
 
 def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -47,6 +47,8 @@ def base_instance(
     if isinstance(base, type) and issubclass(base, Optimizer):
         if hasattr(base, "served_params"):
             raise TypeError(f"base: {base.__name__} is a FairCastOptimizer already.")
+        _check_arguments(base, args, kwargs)
+        params = read_once(params)
         made = base(params, *args, **kwargs)
         refuse_base(made)
         return made
@@ -63,6 +65,59 @@ def base_instance(
         extra = ", ".join(["params"] * (params is not None) + sorted(kwargs)) or "arguments"
         raise TypeError(f"{extra}: not taken with an optimizer instance, which has its own.")
     return base
+
+
+def _check_arguments(base: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise TypeError for arguments of which the base's own errors would not say what is wrong."""
+    known = inspect.signature(base).parameters
+    defaults = {name: p.default for name, p in known.items()}
+    refuse_text({**dict(zip(list(known)[1:], args, strict=False)), **kwargs}, defaults)
+    for key in ("served_dtype", "algorithm"):
+        if key in kwargs and key not in known:
+            raise TypeError(
+                f"{key}: a key of parameter groups, not an argument: pass "
+                f"[{{'params': ..., {key!r}: {kwargs[key]!r}}}, ...]."
+            )
+
+
+def read_once(params: Any) -> Any:
+    """Parameters, or groups of them, with lists in place of iterators.
+
+    Raises ValueError for an iterator that gives nothing: it was read before.
+    """
+    if isinstance(params, Iterator):
+        params = _list("params", params)
+    for i, group in enumerate(params if isinstance(params, list | tuple) else ()):
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
+            group["params"] = _list(f"params of group {i}", group["params"])
+    return params
+
+
+def _list(what: str, iterator: Iterator[Any]) -> list[Any]:
+    found = list(iterator)
+    if not found:
+        raise ValueError(
+            f"{what}: the {type(iterator).__name__} gives no parameters. One can be read only "
+            "once: pass model.parameters() anew, or a list."
+        )
+    return found
+
+
+def refuse_text(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise TypeError for text in place of a number: torch does not look into groups."""
+    for key, value in values.items():
+        usual = defaults.get(key)
+        numbers = [type(x) in (int, float) for x in _each(usual)]  # a bool is none
+        numeric = key == "lr" or (numbers and all(numbers))
+        if numeric and any(isinstance(x, str) for x in _each(value)):
+            raise TypeError(
+                f"{key}: {value!r} is text, not a number. Pass float(...) of it; in YAML, write "
+                "1.0e-6, since 1e-6 is text there."
+            )
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else [value]
 
 
 def refuse_base(base: Optimizer) -> None:
@@ -255,7 +310,10 @@ def served_dtype(value: Any) -> str | None:
         return None
     if value in (torch.bfloat16, "bfloat16"):
         return "bfloat16"
-    raise ValueError(f"served_dtype: {value!r} is neither torch.bfloat16 nor None (not rounded).")
+    raise ValueError(
+        f"served_dtype: {value!r} is not supported. It is torch.bfloat16, stochastically rounded, "
+        "or None: not rounded, stepped as torch does and served as it is."
+    )
 
 
 def drop_in(parent: type[Optimizer], base: type[Optimizer], **defaults: Any) -> type[Optimizer]:

@@ -94,6 +94,7 @@ class Membership(Optimizer):
         """As in torch. Masters of the new parameters are made at the next publish or step."""
         self._base.param_groups = self.param_groups  # somebody may have replaced the list
         self._agreed = False
+        construct.read_once([param_group])
         with construct.released(self._base):
             self._base.add_param_group(param_group)  # to the shared list, after its checks
         try:
@@ -125,6 +126,7 @@ class Membership(Optimizer):
 
     def _admit(self, group: dict[str, Any]) -> None:
         """Check a new group, complete its keys, and give its parameters their identities."""
+        construct.refuse_text(group, self._base.defaults)
         group["served_dtype"] = construct.served_dtype(group.get("served_dtype", torch.bfloat16))
         construct.set_algorithm(group, type(self._base), self.fused)
         self._stamp(group)

@@ -48,7 +48,8 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
     are the trainable parameters (bfloat16, or float32 which then holds bf16 values) of all groups
     without `served_dtype=None`. `torch.optim.Adam`, `AdamW` and `Muon` run fused, and a group's
     `algorithm` ("adam", "adamw" or "muon") mixes them; any other torch optimizer runs its own step
-    on the masters.
+    on the masters, and so do its own methods: `opt.train()` of a schedule-free base publishes what
+    it made of them. Its settings are attributes of this object too.
 
     Source: Gao and Gao, "Fair Cast"; arithmetic as in `torch.optim`.
 
@@ -164,9 +165,11 @@ class FairCastOptimizer(Membership, Serving, Reporting, Copying):
         if excluded and not self._skipped():
             self._base_step.run(excluded, self.state, [], self.context(), grad_scale=scale)
 
-    def __getattr__(self, name: str) -> Any:
-        """What the base has and this class has not: settings, and methods to run on the masters."""
-        return base_attribute(self, name)
+    if not TYPE_CHECKING:  # a checker would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            """What the base has and this class has not: settings, methods to run on the masters."""
+            return base_attribute(self, name)
 
     @torch.no_grad()
     def call_base(self, name: str, *args: Any, **kwargs: Any) -> Any:

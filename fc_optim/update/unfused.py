@@ -268,7 +268,9 @@ class _Gradients:
         for e, (own, own_version, lent, version) in zip(self.entries, self._seen, strict=True):
             shared = own is not None and lent is not None and _address(own) == _address(lent)
             now = e.state["master"].grad
-            if e.param.grad is not own or (not shared and _version(own) != own_version):
+            mine = e.param.grad
+            same = mine is own and (shared or _version(own) == own_version)
+            if mine is not None and not same:
                 raise RuntimeError(
                     f"{who}: it changed the gradient of {e.slot.name!r} itself, which its masters "
                     "cannot see. Compute gradients outside of it, or in a closure."
@@ -319,6 +321,7 @@ def base_attribute(opt: "FairCastOptimizer", name: str) -> Any:
 
     Raises AttributeError if it has none, or one that could not be run on the masters.
     """
+    opt = vars(opt).get("_optimizer", opt)  # Lightning's wrappers take on this class
     base = vars(opt).get("_base")
     if base is None or name.startswith("_"):
         raise AttributeError(f"{type(opt).__name__!r} object has no attribute {name!r}")

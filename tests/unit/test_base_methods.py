@@ -380,6 +380,9 @@ class Own(torch.optim.Optimizer):
     def backward(self, loss):
         loss.backward()
 
+    def drop(self, model):
+        model.zero_grad()
+
     def evaluate(self, closure):
         self.shrink(0.5)
         loss = closure(3)
@@ -447,6 +450,8 @@ def test_gradients_that_a_method_changes_or_drops_are_the_parameters(own):
     )
     opt.forget(1)
     assert [p.grad is None for p in model.parameters()] == [False, True, *[False] * 4]
+    opt.drop(model)
+    assert all(p.grad is None for p in model.parameters())
     assert opt.served_version == 0
 
 
@@ -550,6 +555,26 @@ def test_excluded_and_frozen_parameters_are_the_bases_own():
     assert not torch.equal(model[1].weight, before)
     assert torch.equal(model[2].bias, frozen) and model[2].bias not in opt.state
     assert_invariant(opt)
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_lightning_calls_them_through_its_wrappers():
+    from lightning.fabric import Fabric
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    plain = tiny()
+    made = FairCastOptimizer(schedulefree.AdamWScheduleFree, plain.parameters(), lr=1e-2)
+    model, wrapped = Fabric(accelerator="cpu", devices=1).setup(plain, made)
+    for wrapper in (wrapped, LightningOptimizer(made)):
+        wrapper.train()
+        assert made.param_groups[0]["train_mode"] is True
+        train(model, made, 3)
+        version = made.served_version
+        wrapper.eval()
+        assert made.served_version == version + 1
+        assert made.param_groups[0]["train_mode"] is False
+        assert_invariant(made)
 
 
 @pytest.mark.integration

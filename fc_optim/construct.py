@@ -232,7 +232,7 @@ def released(base: Optimizer) -> Iterator[None]:
     for opt in (base, *inner_optimizers(base)):
         hidden = {k: v for k, v in vars(opt).items() if v is taken_over}
         if opt is base:
-            hidden |= {k: vars(opt)[k] for k in _STEP_HOOKS}
+            hidden |= {k: vars(opt)[k] for k in _STEP_HOOKS if k in vars(opt)}
         held.append((opt, hidden))
         for key in hidden:
             del vars(opt)[key]

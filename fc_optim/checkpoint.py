@@ -33,7 +33,7 @@ def without_masters(state_dict: StateDict) -> StateDict:
     The input is left as it is; tensors are shared with it.
     """
     state = {
-        k: {n: v for n, v in entry.items() if n != "master"}
+        k: {n: v for n, v in entry.items() if n != "master"} if isinstance(entry, dict) else entry
         for k, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
@@ -46,6 +46,9 @@ def to_torch_state_dict(saved: StateDict, fused: bool) -> StateDict:
     """
     state = {}
     for key, entry in saved["state"].items():
+        if not isinstance(entry, dict):  # what a base keeps there beside the parameters'
+            state[key] = entry
+            continue
         own = {n: v for n, v in entry.items() if n not in STATE_KEYS}
         steps = entry.get("step", entry.get("dither_step")) if fused else None
         if own and (steps is None or steps.item() != 0):
@@ -61,7 +64,8 @@ def load_state(weights: ServedWeights, state_dict: StateDict) -> None:
     for i, (group, saved) in enumerate(zip(weights.groups, saved_groups, strict=True)):
         _check_group(i, group, saved)
     for p, entry in by_param.items():
-        _check_entry(weights.registry.name_of(weights.groups, p), p, entry)
+        name = weights.registry.name_of(weights.groups, p)
+        _check_entry(name, p, entry, weights.fused)
     _refuse_some_masters(weights, by_param)
 
     masters = _count_masters(weights)
@@ -196,10 +200,11 @@ def _check_group(i: int, mine: dict[str, Any], saved: dict[str, Any]) -> None:
             )
 
 
-def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any]) -> None:
+def _check_entry(name: str, param: Tensor, entry: Mapping[str, Any], fused: bool) -> None:
+    shaped = _PARAMETER_SHAPED if fused else ("master",)  # of the rest, the base alone knows
     for key, value in entry.items():
         alike = isinstance(value, Tensor) and value.shape == param.shape and key not in _SCALARS
-        if key not in _PARAMETER_SHAPED and not alike:
+        if key not in shaped and not alike:
             continue
         if isinstance(value, Tensor):
             check_shape(key, value, name, param)
@@ -240,7 +245,8 @@ def _refuse_some_masters(
 
 def _count_masters(weights: ServedWeights) -> int:
     """Of parameters with elements here: FSDP1 restores no state of the others."""
-    return sum("master" in own and p.numel() > 0 for p, own in weights.state.items())
+    params = [p for p in weights.state if isinstance(p, Tensor)]  # a base may keep more there
+    return sum("master" in weights.state[p] and p.numel() > 0 for p in params)
 
 
 def _warn_of_lost_buffers(weights: ServedWeights) -> None:

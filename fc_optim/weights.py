@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from fc_optim.kernels.backends import backend_for
 from fc_optim.params import sources
 from fc_optim.params.buffers import Buffers
-from fc_optim.params.collectives import check_agreement
+from fc_optim.params.collectives import anywhere, check_agreement
 from fc_optim.params.layouts import FlatPiece, Group, flat_layout, groups_of
 from fc_optim.params.registry import Managed, Registry, check_dtype, check_memory
 from fc_optim.update import foreign
 from fc_optim.update.plan import Context, Plan, state_calls
-from fc_optim.update.state import MASTER, check_state, complete_state, id_tensor, new_master
+from fc_optim.update.state import EPOCH, MASTER, check_state, complete_state, id_tensor, new_master
+from fc_optim.update.unfused import BaseStep
 
 ROUNDING_SCHEME = 1  # the bit contract: counter layout, lane order, add and truncate
 DITHERS = ("fresh", "sync", "held")
@@ -164,12 +165,13 @@ class ServedWeights:
         check_memory(self.entries())
         self.registry.find_layouts(new)
         _check_whole(new)
+        self.registry.numbered.say_shared(self.registry.names(self.groups), self.seed)
         for e in new:
             e.state = self.state.setdefault(e.param, {})
             e.state[MASTER] = new_master(e)
             if not e.identity.flat:
                 e.state["param_id"] = id_tensor(e.identity.param_id)
-            complete_state(e, self.fused)
+            complete_state(e, self.fused, new=True)
             e.identity.has_master = True
         for group in self.groups:
             self.want_fp32_grads(group)
@@ -210,6 +212,23 @@ class ServedWeights:
             self.version += 1
             self.round_(self.plan().entries)
             self.spread()
+
+    @torch.no_grad()
+    def call_base(self, step: BaseStep, name: str, args: Any, kwargs: Any) -> Any:
+        """See `FairCastOptimizer.call_base`."""
+        self.check_free(f"{name}()")
+        self.publish()
+        entries, context = self.entries(), self.context()
+        try:
+            return step.call(name, args, kwargs, self.groups, self.state, entries, context)
+        finally:
+            changed = bool(foreign.compare(context, entries))
+            if anywhere(changed, self.registry.process_groups(self.groups)):
+                for e in entries:
+                    e.state[EPOCH] += 1
+                self.version += 1
+                self.round_(entries)
+                self.spread()
 
     def check_unwritten(self, action: str) -> None:
         """Raise RuntimeError if a parameter with a master does not hold its shadow."""

@@ -1,5 +1,6 @@
 """Optimizers that serve an unbiased bf16 copy of their fp32 masters."""
 
+from fc_optim import _torch as _torch  # first: it says which torch is needed
 from fc_optim.checkpoint import without_masters as without_masters
 from fc_optim.optimizer import FairCastAdam as FairCastAdam
 from fc_optim.optimizer import FairCastAdamW as FairCastAdamW

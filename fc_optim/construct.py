@@ -2,7 +2,9 @@
 
 import copy
 import inspect
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -10,11 +12,12 @@ from torch.optim import Optimizer
 from fc_optim.kernels.backends import BACKENDS
 from fc_optim.metrics.step import MODES
 from fc_optim.update.algorithms import ALGORITHMS, own_algorithm
-from fc_optim.update.unfused import own_attributes, take_over, taken_over
+from fc_optim.update.base import inner_optimizers, own_attributes, take_over, taken_over
 from fc_optim.weights import DITHERS
 
 OPTIONS = ("seed", "dither", "masters", "backend", "fp32_grads", "metrics")
 _classes: dict[Any, type] = {}
+logger = logging.getLogger("fc_optim")
 
 
 def check_options(
@@ -44,7 +47,11 @@ def base_instance(
     if isinstance(base, type) and issubclass(base, Optimizer):
         if hasattr(base, "served_params"):
             raise TypeError(f"base: {base.__name__} is a FairCastOptimizer already.")
-        return base(params, *args, **kwargs)
+        _check_arguments(base, args, kwargs)
+        params = read_once(params)
+        made = base(params, *args, **kwargs)
+        _check_base(made)
+        return made
     if not isinstance(base, Optimizer):
         raise TypeError(
             f"base: {base!r} is neither a torch.optim.Optimizer class nor an instance of one."
@@ -53,30 +60,121 @@ def base_instance(
         raise TypeError("base: it is a FairCastOptimizer already.")
     if vars(base).get("step") is taken_over:
         raise ValueError("base: this instance was wrapped already; use that FairCastOptimizer.")
+    _check_base(base)
     if params is not None or args or kwargs:
         extra = ", ".join(["params"] * (params is not None) + sorted(kwargs)) or "arguments"
         raise TypeError(f"{extra}: not taken with an optimizer instance, which has its own.")
     return base
 
 
-def complete_group(group: dict[str, Any], base: type[Optimizer], fused: bool) -> None:
+def _check_arguments(base: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise TypeError for arguments of which the base's own errors would not say what is wrong."""
+    known = inspect.signature(base).parameters
+    defaults = {name: p.default for name, p in known.items()}
+    check_numbers({**dict(zip(list(known)[1:], args, strict=False)), **kwargs}, defaults)
+    for key in ("served_dtype", "algorithm"):
+        if key in kwargs and key not in known:
+            raise TypeError(
+                f"{key}: a key of parameter groups, not an argument: pass "
+                f"[{{'params': ..., {key!r}: {kwargs[key]!r}}}, ...]."
+            )
+
+
+def read_once(params: Any) -> Any:
+    """Parameters, or groups of them, with lists in place of iterators.
+
+    Raises ValueError for an iterator that gives nothing: it was read before.
+    """
+    if isinstance(params, Iterator):
+        params = _list("params", params)
+    for i, group in enumerate(params if isinstance(params, list | tuple) else ()):
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
+            group["params"] = _list(f"params of group {i}", group["params"])
+    return params
+
+
+def _list(what: str, iterator: Iterator[Any]) -> list[Any]:
+    found = list(iterator)
+    if not found:
+        raise ValueError(
+            f"{what}: the {type(iterator).__name__} gives no parameters. One can be read only "
+            "once: pass model.parameters() anew, or a list."
+        )
+    return found
+
+
+def check_numbers(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise TypeError for text in place of a number: torch does not look into groups."""
+    for key, value in values.items():
+        usual = defaults.get(key)
+        numbers = [type(x) in (int, float) for x in _each(usual)]  # a bool is none
+        numeric = key == "lr" or (numbers and all(numbers))
+        if numeric and any(isinstance(x, str) for x in _each(value)):
+            raise TypeError(
+                f"{key}: {value!r} is text, not a number. Pass float(...) of it; in YAML, write "
+                "1.0e-6, since 1e-6 is text there."
+            )
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else [value]
+
+
+def _check_base(base: Optimizer) -> None:
+    """Raise TypeError for an optimizer whose state is not all its own.
+
+    Wrappers such as Lookahead keep the state of an inner optimizer beside theirs: it would run on
+    the parameters in place of the masters, and not be saved.
+    """
+    name = type(base).__name__
+    apart = [o for o in inner_optimizers(base) if o.state is not base.state]
+    if apart:
+        inner = type(apart[0]).__name__
+        raise TypeError(
+            f"base: {name} steps an {inner} inside, which keeps a state of its own that would "
+            f"neither be run on the masters nor saved. Wrap the inner one alone, "
+            f"FairCastOptimizer({inner}, ...), or use an optimizer that does both itself."
+        )
+    if type(base).state_dict is Optimizer.state_dict:
+        return
+    saved = type(base).state_dict(base).keys()
+    if not {"state", "param_groups"} <= saved:
+        raise TypeError(
+            f"base: the state_dict() of {name} has {sorted(map(str, saved))} in place of 'state' "
+            "and 'param_groups', so its state could not be saved with the masters."
+        )
+    if len(saved) > 2:
+        logger.warning(
+            "base: %s saves %s beside its state and groups. That is not saved with the masters: "
+            "it begins anew after a resume.",
+            name, ", ".join(sorted(map(str, saved - {"state", "param_groups"}))),
+        )  # fmt: skip
+
+
+# ---- Parameter groups
+
+
+def complete_group(group: dict[str, Any], base: Optimizer, fused: bool) -> None:
     """Check a new parameter group and add the keys that it needs.
 
-    Raises ValueError for a `served_dtype`, `algorithm` or hyper-parameter that cannot be.
+    Raises ValueError for a `served_dtype`, `algorithm` or hyper-parameter that cannot be, TypeError
+    for text in place of a number.
     """
+    check_numbers(group, base.defaults)
     group["served_dtype"] = served_dtype(group.get("served_dtype", torch.bfloat16))
     if group.get("differentiable"):
         raise ValueError("differentiable: True is not supported; masters are no graph nodes.")
-    own = own_algorithm(base, group, fused)
+    name = type(base).__name__
+    own = own_algorithm(type(base), group, fused)
     algorithm = group.setdefault("algorithm", own)
     allowed = tuple(ALGORITHMS) if fused else (own,)
     if algorithm not in allowed:
-        raise ValueError(f"algorithm: {algorithm!r} is none of {allowed} for {base.__name__}.")
+        raise ValueError(f"algorithm: {algorithm!r} is none of {allowed} for {name}.")
     if not fused:
         return
     if group["served_dtype"] is None and algorithm != own:
         raise ValueError(
-            f"algorithm: {algorithm!r} in a group with served_dtype=None, which {base.__name__} "
+            f"algorithm: {algorithm!r} in a group with served_dtype=None, which {name} "
             "itself steps; leave it out there."
         )
     ALGORITHMS[algorithm].complete_group(group)
@@ -89,7 +187,10 @@ def served_dtype(value: Any) -> str | None:
         return None
     if value in (torch.bfloat16, "bfloat16"):
         return "bfloat16"
-    raise ValueError(f"served_dtype: {value!r} is neither torch.bfloat16 nor None (not rounded).")
+    raise ValueError(
+        f"served_dtype: {value!r} is not supported. It is torch.bfloat16, stochastically rounded, "
+        "or None: not rounded, stepped as torch does and served as it is."
+    )
 
 
 def drop_in(parent: type[Optimizer], base: type[Optimizer], **defaults: Any) -> type[Optimizer]:
@@ -163,14 +264,30 @@ def packed(opt: Any) -> dict[str, Any]:
     which breaks LBFGS.
     """
     state = {k: v for k, v in vars(opt).items() if k not in _TRANSIENT and "_hooks" not in k}
-    return {**state, "_base": (type(opt._base), own_attributes(opt._base))}
+    return {**state, "_base": _pack(opt._base)}
+
+
+class Packed(NamedTuple):
+    """An optimizer to pickle: all its attributes but hooks and the methods that were taken over."""
+
+    cls: type[Optimizer]
+    attributes: dict[str, Any]
+
+
+def _pack(base: Optimizer) -> Packed:
+    attributes = {
+        k: _pack(v) if isinstance(v, Optimizer) else v
+        for k, v in own_attributes(base).items()
+        if not isinstance(v, Iterator)  # what the base was given, and has read
+    }
+    return Packed(type(base), attributes)
 
 
 def unpack_into(opt: Any, state: dict[str, Any]) -> None:
     """The inverse of `packed`; also takes a state whose base is still an optimizer, as torch's."""
     state = dict(state)
     if isinstance(state.get("_base"), tuple):
-        state["_base"] = _unpacked_base(*state["_base"])
+        state["_base"] = _unpack(*state["_base"])
     Optimizer.__setstate__(opt, state)
     if "weights" in state:
         opt.weights.attach(opt)
@@ -179,9 +296,10 @@ def unpack_into(opt: Any, state: dict[str, Any]) -> None:
             opt.weights.want_fp32_grads(group)
 
 
-def _unpacked_base(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
+def _unpack(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
     base = object.__new__(cls)
-    base.__dict__.update(attributes)
+    made = {k: _unpack(*v) if isinstance(v, Packed) else v for k, v in attributes.items()}
+    base.__dict__.update(made)
     Optimizer.__setstate__(base, {})  # its hooks; AdamW's own would look for `step` in all state
     take_over(base)
     return base

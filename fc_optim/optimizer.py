@@ -19,6 +19,7 @@ from fc_optim.params.registry import Managed
 from fc_optim.serving import evaluation, stream
 from fc_optim.serving.digests import Digest, sharded_digest
 from fc_optim.serving.stream import NamedTensors
+from fc_optim.update.base import base_attribute, released, set_attribute, take_over
 from fc_optim.update.plan import Plan
 from fc_optim.update.unfused import BaseStep
 from fc_optim.weights import ServedWeights
@@ -41,7 +42,8 @@ class FairCastOptimizer(Optimizer):
     are the trainable parameters (bfloat16, or float32 which then holds bf16 values) of all groups
     without `served_dtype=None`. `torch.optim.Adam`, `AdamW` and `Muon` run fused, and a group's
     `algorithm` ("adam", "adamw" or "muon") mixes them; any other torch optimizer runs its own step
-    on the masters.
+    on the masters, and so do its own methods: `opt.train()` of a schedule-free base publishes what
+    it made of them. Its settings are attributes of this object too.
 
     Source: Gao and Gao, "Fair Cast"; arithmetic as in `torch.optim`.
 
@@ -91,7 +93,6 @@ class FairCastOptimizer(Optimizer):
         inner = construct.base_instance(base, params, args, base_kwargs)
         self.masters = masters
         self.fused = type(inner) in _FUSED
-        self._base = inner
         # As unpickling does: hooks, profiling, and the base's own groups and state.
         Optimizer.__setstate__(
             self,
@@ -104,9 +105,10 @@ class FairCastOptimizer(Optimizer):
         )
         self._telemetry = Telemetry(metrics)
         self._attach(inner)
+        self._base = inner  # from now on, what it has and this object has not is reached through it
         for group in self.param_groups:
             self._admit(group)
-        construct.take_over(inner)
+        take_over(inner)
 
     def _attach(self, base: Optimizer) -> None:
         """What is made anew after unpickling."""
@@ -150,7 +152,7 @@ class FairCastOptimizer(Optimizer):
         return loss
 
     def _step_fused(self, plan: Plan, entries: list[Managed]) -> None:
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, found_inf = map(vars(self).get, ("grad_scale", "found_inf"))
         calls = plan.updates(entries)
         for call in calls:
             call.take_scaler(scale, found_inf)
@@ -163,7 +165,7 @@ class FairCastOptimizer(Optimizer):
     def _step_unfused(
         self, plan: Plan, entries: list[Managed], moving: list[Managed], closure: Any
     ) -> Any:
-        scale = getattr(self, "grad_scale", None)
+        scale = vars(self).get("grad_scale")
         with self._telemetry.unfused(plan.context, moving):
             return self._base_step.run(
                 self.param_groups, self.state, entries, plan.context, closure, scale
@@ -184,7 +186,7 @@ class FairCastOptimizer(Optimizer):
 
     def _skipped(self) -> bool:
         """Whether GradScaler found an overflow (a host read: unfused optimizers only)."""
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = vars(self).get("found_inf")
         return found_inf is not None and bool(found_inf.item())
 
     # -- publish and serve ---------------------------------------------------------------------
@@ -349,7 +351,9 @@ class FairCastOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Masters of the new parameters are made at the next publish or step."""
         self._base.param_groups = self.param_groups  # somebody may have replaced the list
-        self._base.add_param_group(param_group)  # appends to the shared list, after its checks
+        construct.read_once([param_group])
+        with released(self._base):
+            self._base.add_param_group(param_group)  # to the shared list, after its checks
         try:
             self._admit(self.param_groups[-1])
         except Exception:
@@ -357,7 +361,7 @@ class FairCastOptimizer(Optimizer):
             raise
 
     def _admit(self, group: dict[str, Any]) -> None:
-        construct.complete_group(group, type(self._base), self.fused)
+        construct.complete_group(group, self._base, self.fused)
         self.weights.stamp(group)
         self.weights.admit(group)
 
@@ -444,6 +448,20 @@ class FairCastOptimizer(Optimizer):
     def to_torch_state_dict(self) -> dict[str, Any]:
         """The way out: the state dict of the base optimizer alone (moments in fp32)."""
         return checkpoint.to_torch_state_dict(self.state_dict(), self.fused)
+
+    # -- what only the base has ----------------------------------------------------------------
+
+    def call_base(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the base on the masters: schedule-free's `train()`, SAM's `first_step()`.
+
+        `opt.train()` is short for it. If the shadow is another one afterwards it is published as a
+        new version, with new bits under dither "fresh". Collective where parameters are sharded.
+        Raises RuntimeError if weights were changed outside the optimizer.
+        """
+        return self.weights.call_base(self._base_step, name, args, kwargs)
+
+    if not TYPE_CHECKING:  # a checker would take any name
+        __getattr__, __setattr__ = base_attribute, set_attribute
 
     # -- pickling and deepcopy -----------------------------------------------------------------
 

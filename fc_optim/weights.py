@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from fc_optim.kernels.backends import backend_for
 from fc_optim.params import sources
 from fc_optim.params.buffers import Buffers
-from fc_optim.params.collectives import check_agreement
+from fc_optim.params.collectives import anywhere, check_agreement
 from fc_optim.params.layouts import FlatPiece, Group, flat_layout, groups_of
 from fc_optim.params.registry import Managed, Registry, check_dtype, check_memory
 from fc_optim.update import foreign
 from fc_optim.update.plan import Context, Plan, state_calls
 from fc_optim.update.state import (
+    EPOCH,
     MASTER,
     check_state,
     complete_state,
@@ -29,6 +30,7 @@ from fc_optim.update.state import (
     new_master,
     on_grid,
 )
+from fc_optim.update.unfused import BaseStep
 
 ROUNDING_SCHEME = 1  # the bit contract: counter layout, lane order, add and truncate
 DITHERS = ("fresh", "sync", "held")
@@ -184,6 +186,7 @@ class ServedWeights:
             new = [e for e in new if e.param.grad is not None or not e.identity.off_grid]
         self.registry.find_layouts(new)
         _check_whole(new)
+        self.registry.numbered.say_shared(self.registry.names(self.groups), self.seed)
         for e in new:
             e.state = self.state.setdefault(e.param, {})
             e.state[MASTER] = new_master(e)
@@ -231,6 +234,23 @@ class ServedWeights:
             self.version += 1
             self.round_(self.plan().entries)
             self.spread()
+
+    @torch.no_grad()
+    def call_base(self, step: BaseStep, name: str, args: Any, kwargs: Any) -> Any:
+        """See `FairCastOptimizer.call_base`."""
+        self.check_free(f"{name}()")
+        self.publish()
+        entries, context = self.entries(), self.context()
+        try:
+            return step.call(name, args, kwargs, self.groups, self.state, entries, context)
+        finally:
+            changed = bool(foreign.compare(context, entries))
+            if anywhere(changed, self.registry.process_groups(self.groups)):
+                for e in entries:
+                    e.state[EPOCH] += 1
+                self.version += 1
+                self.round_(entries)
+                self.spread()
 
     def check_unwritten(self, action: str) -> None:
         """Raise RuntimeError if a parameter with a master does not hold its shadow."""

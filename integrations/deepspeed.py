@@ -23,7 +23,7 @@ from fc_optim.integrations.deepspeed_params import partition
 from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.params.buffers import Buffers, FlatBuffer
 from fc_optim.params.layouts import FlatPiece
-from fc_optim.params.names import clean_name
+from fc_optim.params.modules import named_parameters
 
 MASTERS_MARK = "masters_in_fp32"  # group key of a checkpoint whose fp32 weights are the masters
 logger = logging.getLogger("fc_optim")
@@ -184,7 +184,7 @@ def _all_in_groups(opt: FairCastOptimizer, buffers: Sequence[FlatBuffer]) -> Ite
 
 def _buffers(engine: Any, zero: Any) -> Buffers:
     """What the engine's optimizer steps: fp32 buffers, and where they sit in the parameters."""
-    names = {p: clean_name(n) for n, p in engine.module.named_parameters()}
+    names = {p: n for n, p in named_parameters(engine.module)}
     _refuse_split_experts(engine, names)
     param_groups = zero.optimizer.param_groups
     if hasattr(zero, "fp32_partitioned_groups_flat"):

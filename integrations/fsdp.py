@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fc_optim.params.layouts import Layout, Piece
+from fc_optim.params.names import without_wrappers
 from fc_optim.params.sources import ParameterSource
 
 _FLAT = "_flat_param"  # FSDP1's name for a flat parameter, in place of its originals' names
@@ -48,7 +49,7 @@ class _FSDP(ParameterSource):
             first = f"{tied.prim_module_name}.{tied.prim_param_name}".removeprefix(".")
             alias = f"{tied.module_name}.{tied.param_name}".removeprefix(".")
             found.append((alias, param._fqns.index(first)))
-        return [(prefix + fqn, i) for fqn, i in found]
+        return [(prefix + without_wrappers(fqn), i) for fqn, i in found]
 
     def rounds_forward(self, model: nn.Module | None, params: Sequence[Tensor]) -> str | None:
         wrapped = (FullyShardedDataParallel, FSDPModule)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fc_optim.integrations.needs import needs
 from fc_optim.kernels.reference import nearest_bf16
 from fc_optim.optimizer import FairCastOptimizer
-from fc_optim.params.names import clean_name, param_id
+from fc_optim.params.modules import named_modules
+from fc_optim.params.names import param_id
 from fc_optim.serving.rounding import stochastic_round
 
 with needs("peft", "0.21"):
@@ -58,8 +59,8 @@ def merge_lora(
     if bound is None or not any(m is model for m in bound.modules()):
         raise RuntimeError("optimizer: it is not bound to this model; call optimizer.bind(model).")
     layers = {
-        clean_name(name): _checked(name, module)
-        for name, module in model.named_modules()
+        name: _checked(name, module)
+        for name, module in named_modules(model)
         if isinstance(module, lora.LoraLayer | AuxiliaryTrainingWrapper)
     }
     _refuse_tied(model)

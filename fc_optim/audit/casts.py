@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fc_optim.audit.lineage import Lineage, plain_tensors
 from fc_optim.audit.loss import Loss, measure
-from fc_optim.params.names import clean_name
+from fc_optim.params.modules import named_parameters
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def watch_casts(
         model: its parameters are watched, under their cleaned names. Not written.
         masters: more tensors to watch, by name, e.g. an optimizer's fp32 masters.
     """
-    named = [(clean_name(n), p) for n, p in model.named_parameters()]
+    named = list(named_parameters(model))
     report = CastReport()
     with _Watch(Lineage([*named, *(masters or {}).items()]), report):
         yield report

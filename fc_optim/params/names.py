@@ -6,11 +6,22 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name as the plain model has it, without the prefixes that wrappers add."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
+    """A parameter's name as the plain model has it, without the prefixes that wrappers add.
+
+    For names of which nothing else is known: those given with parameters, those in files. It keys
+    random bits, so it must never change. The names of a model's parameters come from
+    `modules.named_parameters`, which sees the wrappers.
+    """
+    name = without_wrappers(name)
     while name.startswith("module."):
         name = name.removeprefix("module.")
+    return name
+
+
+def without_wrappers(name: str) -> str:
+    """A name without the attributes of wrappers that no model has; `module` may be its own."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
     return name
 
 

@@ -1,6 +1,7 @@
 """Which parameters are managed, under which identity and name, and where their shards sit."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from fc_optim.kernels.batch import Segment
 from fc_optim.params import sources
 from fc_optim.params.layouts import FlatPiece, Group, Layout, flat_layout, groups_of
+from fc_optim.params.modules import named_parameters
 from fc_optim.params.names import clean_name, param_id
 from fc_optim.params.sources import ParameterSource, source_of
+from fc_optim.params.unnamed import Numbered
 
 CONTAINER_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -87,6 +90,7 @@ class Registry:
         self.inside: dict[Tensor, tuple[Tensor, int]] = {}  # parameter -> flat buffer, its piece
         self._buffers: dict[Tensor, tuple[dict[str, Any], Identity]] = {}  # see `replace`
         self._plain = False  # tensors that are no Parameters are what the user passed
+        self.numbered = Numbered()
         self.changes = 0  # grows with every change that the entries depend on
 
     # -- who is there --------------------------------------------------------------------------
@@ -102,8 +106,8 @@ class Registry:
             raise ValueError("params: a parameter comes twice in one group; pass tied ones once.")
         first = sum(map(len, self.identities))
         plain = (f"param.{first + i}" for i in range(len(params)))
-        names = [clean_name(n) for n in named or plain]
         taken = {i.name for of_group in self.identities for i in of_group}
+        names = _labels(list(named or plain), taken)
         for name, p in zip(names, params, strict=True):
             if name in taken:
                 raise ValueError(
@@ -114,6 +118,7 @@ class Registry:
             taken.add(name)
             if group["served_dtype"] is not None and p.requires_grad:
                 check_dtype(p, name)
+        self.numbered.any |= bool(params) and not named
         self._plain |= not all(isinstance(p, nn.Parameter) for p in params)
         self.identities.append([_identity(n, p) for n, p in zip(names, params, strict=True)])
         self.changes += 1
@@ -216,6 +221,10 @@ class Registry:
                 layouts.append(sources.layout_of(p, self.known, identity.name))
         return groups_of(layouts)
 
+    def names(self, groups: Groups) -> list[str]:
+        """The labels of all parameters, in group order."""
+        return [identity.name for _, _, identity in self.places(groups)]
+
     def name_of(self, groups: Groups, param: Tensor) -> str:
         return next(identity.name for _, p, identity in self.places(groups) if p is param)
 
@@ -224,7 +233,7 @@ class Registry:
     def check_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
         """Raise RuntimeError if masters belong to parameters that are in no group any more."""
         held = {p for _, p, _ in self.places(groups)}
-        lost = sum("master" in own for p, own in state.items() if p not in held)
+        lost = sum("master" in state[p] for p in state if isinstance(p, Tensor) and p not in held)
         if lost:
             raise RuntimeError(
                 f"{lost} parameters that have masters were replaced in param_groups, so their "
@@ -249,7 +258,7 @@ class Registry:
         lost = [p.name for param, p in pieces if param not in first]
         if lost:
             raise ValueError(f"the optimizer was not built with {', '.join(lost[:8])}.")
-        names = tuple(clean_name(p.name) for _, p in pieces)
+        names = tuple(p.name for _, p in pieces)
         ids = tuple(first[param].param_id for param, _ in pieces)
         label = names[0] if len(names) == 1 else f"buffer {len(self._buffers)} from {names[0]}"
         self.known[tensor] = layout
@@ -279,22 +288,26 @@ class Registry:
         self.changes += 1
 
     def bind(self, groups: Groups, model: nn.Module) -> None:
-        """Take labels from `model`; ids stay. Raises ValueError if it shares nothing."""
-        names: dict[Tensor, str] = {}
-        for name, p in model.named_parameters(remove_duplicate=False):
-            names.setdefault(p, clean_name(name))
+        """Take labels from `model`; ids stay.
+
+        Raises ValueError if it shares nothing, or if a name would be that of two parameters.
+        """
+        names = {p: name for name, p in named_parameters(model)}
         places = [(p, identity) for _, p, identity in self.places(groups)]
         if not any(p in names for p, _ in places):
             raise ValueError(
                 "model: the optimizer trains none of its parameters; bind the model whose "
                 "parameters the optimizer was built from."
             )
+        others = [(identity.name, p) for p, identity in places if p not in names]
+        _check_clash([*named_parameters(model, remove_duplicate=False), *others])
         self.known.update(sources.layouts_in(model))
         for tensor, identity in places:
             identity.bound = tensor in names
             if identity.bound:
-                identity.name = names[tensor]
-                identity.names = tuple(own for own, _ in names_in(identity.name, tensor))
+                name = identity.name = names[tensor]
+                pieces = source_of(tensor).pieces(name, tensor)
+                identity.names = tuple(own for own, _ in pieces)
         self.changes += 1
 
     def __getstate__(self) -> list[list[tuple[Any, ...]]]:
@@ -312,14 +325,29 @@ class Registry:
         ]
 
 
-def names_in(name: str, param: Tensor, aliases: bool = False) -> list[tuple[str, int]]:
-    """The unsharded parameters that one parameter holds: (clean name, number of its piece)."""
-    return [(clean_name(n), i) for n, i in source_of(param).pieces(name, param, aliases)]
+def _labels(given: Sequence[str], taken: Collection[str]) -> list[str]:
+    """Cleaned names, but as they were given where cleaning would make two of them one."""
+    cleaned = [clean_name(name) for name in given]
+    times = Counter([*cleaned, *taken])
+    return [raw if times[name] > 1 else name for raw, name in zip(given, cleaned, strict=True)]
+
+
+def _check_clash(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if two parameters have one name."""
+    owner: dict[str, Tensor] = {}
+    for name, p in named:
+        if owner.setdefault(name, p) is not p:
+            raise ValueError(
+                f"model: {name!r} would be the name of two parameters, and what is served is known "
+                "by its name. Rename one attribute, or bind a model that has all parameters of "
+                "the optimizer."
+            )
 
 
 def _identity(name: str, param: Tensor) -> Identity:
-    names = tuple(own for own, _ in names_in(name, param))
-    flat = source_of(param).is_flat(param)
+    source = source_of(param)
+    flat = source.is_flat(param)
+    names = tuple(clean_name(n) if flat else n for n, _ in source.pieces(name, param))
     return Identity(tuple(map(param_id, names)), names, name, flat, tensor=param)
 
 

@@ -69,7 +69,7 @@ class ParameterSource:
         return Layout((Piece.whole(param.shape),))
 
     def pieces(self, name: str, param: Tensor, aliases: bool = False) -> list[tuple[str, int]]:
-        """The unsharded parameters in this one, not cleaned: (name, number of the piece).
+        """The unsharded parameters in the one of this name: (name, number of the piece).
 
         With `aliases`, names of parameters that are tied to them as well.
         """

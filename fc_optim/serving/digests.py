@@ -1,11 +1,11 @@
 """A fingerprint of served weights that both sides of a sync can compute, shard by shard."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fc_optim.kernels.batch import Segment
 from fc_optim.params.collectives import comm_device, sum_
@@ -39,15 +39,32 @@ def digest(named_tensors: Iterable[tuple[str, Tensor]]) -> Digest:
     """The digest of named tensors: the receiver's side of `FairCastOptimizer.served_digest()`.
 
     Each element contributes a mix of (name and dtype, row-major flat index, bit pattern).
+
+    Raises ValueError if a name comes twice, TypeError for what is no pair of a name and a tensor.
     """
     parameters: dict[str, int] = {}
-    for name, tensor in named_tensors:
+    for name, tensor in named_pairs(named_tensors):
         if name in parameters:
             raise ValueError(f"named_tensors: {name!r} comes twice.")
         tensor = tensor.detach().contiguous().view(-1)
         whole = Segment.whole(0, tensor.numel())
         parameters[name] = int(_sum(name, tensor, [whole] if tensor.numel() else []))
     return Digest.of(parameters)
+
+
+def named_pairs(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same pairs, checked one by one: a dict, or a tensor, could be unpacked into nonsense."""
+    remedy = "pass pairs, such as model.named_parameters() or weights.items()."
+    if isinstance(named_tensors, Mapping | nn.Module | Tensor):
+        raise TypeError(f"named_tensors: it is of type {type(named_tensors).__name__}; {remedy}")
+    for pair in named_tensors:
+        named = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
+        if not named:
+            raise TypeError(f"named_tensors: {str(pair)[:80]!r} is no (name, tensor); {remedy}")
+        name, tensor = pair
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"named_tensors: {name!r} is of type {type(tensor).__name__}; {remedy}")
+        yield name, tensor
 
 
 def sharded_digest(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fc_optim.params import sources
+from fc_optim.params.modules import named_parameters
 from fc_optim.serving.stream import Item, list_items, stream
 from fc_optim.update.state import MASTER
 from fc_optim.weights import ServedWeights
@@ -110,9 +111,8 @@ def fp32_copy(
 
 @torch.no_grad()
 def _fill(into: nn.Module, items: list[Item], owners: Sequence[ServedWeights]) -> nn.Module:
-    params = dict(
-        into.float().eval().requires_grad_(False).named_parameters(remove_duplicate=False)
-    )
+    plain = into.float().eval().requires_grad_(False)
+    params = dict(named_parameters(plain, remove_duplicate=False))
     missing = sorted(params.keys() - {i.name for i in items})
     if missing:
         raise ValueError(f"into: the trained model has no {', '.join(missing[:8])}.")

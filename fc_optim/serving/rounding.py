@@ -1,5 +1,8 @@
 """Stochastic rounding on its own, for a stack that cannot change its optimizer."""
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,11 +31,17 @@ def stochastic_round(
         out: bfloat16, or float32 to get the same values on the bf16 grid; contiguous, of x's
             shape, owned by the caller. By default a new bfloat16 tensor.
 
-    Raises TypeError or ValueError for a wrong dtype, shape or range.
+    Raises TypeError or ValueError for a wrong type, dtype, shape or range.
     Source: design of Fair Cast (Gao and Gao); Philox from Salmon et al. 2011.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a float32 tensor, got a {type(x).__name__}.")
     if x.dtype != torch.float32:
         raise TypeError(f"x: expected float32, got {x.dtype}; call x.float() first.")
+    seed, t, offset = _integer("seed", seed), _integer("t", t), _integer("offset", offset)
+    if isinstance(param_id, str):
+        raise TypeError(f"param_id: {param_id!r} is a name; pass fc_optim.param_id({param_id!r}).")
+    param_id = _integer("param_id", param_id)
     for name, value, bits in (("seed", seed, 64), ("param_id", param_id, 32), ("t", t, 32)):
         if not 0 <= value < 2**bits:
             raise ValueError(f"{name}: {value} is not in [0, 2**{bits}).")
@@ -59,3 +68,10 @@ def stochastic_round(
         )
         backend_for("auto", x.device).round_(batch)
     return out
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {value!r} is no integer; pass int(...) of it.") from None

@@ -11,8 +11,8 @@ from fc_optim.kernels.reference import cast
 from fc_optim.params import sources
 from fc_optim.params.collectives import gather
 from fc_optim.params.layouts import Group, Layout, Piece
-from fc_optim.params.names import clean_name
-from fc_optim.params.registry import Managed, names_in
+from fc_optim.params.modules import named_parameters
+from fc_optim.params.registry import Managed
 from fc_optim.params.sources import source_of
 from fc_optim.update.state import MASTER
 from fc_optim.weights import ServedWeights
@@ -104,7 +104,10 @@ def list_items(
     managed = {e.param: e for weights in owners for e in weights.entries()}
     known = {p: layout for w in owners for p, layout in w.registry.known.items()}
     inside = {p: place for w in owners for p, place in w.registry.inside.items()}
-    if model is not None:
+    if model is None:
+        for w in owners:
+            w.registry.numbered.say_served(w.registry.names(w.groups))
+    else:
         sources.reshard(model)
         known |= sources.layouts_in(model)
         _check_replaced(model, managed.keys() | inside.keys(), managed)
@@ -146,8 +149,8 @@ def _named(
             for weights in owners
             for _, p, identity in weights.registry.places(weights.groups)
         ]
-    named = model.named_parameters(remove_duplicate=tied == "once")
-    return [(names_in(clean_name(n), p, aliases=tied == "all"), p) for n, p in named]
+    named = named_parameters(model, remove_duplicate=tied == "once")
+    return [(source_of(p).pieces(n, p, aliases=tied == "all"), p) for n, p in named]
 
 
 def _check_replaced(model: nn.Module, trained: Set[Tensor], managed: dict[Tensor, Managed]) -> None:

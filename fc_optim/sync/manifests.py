@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fc_optim.serving.digests import Digest, digest, sharded_digest
+from fc_optim.serving.digests import Digest, digest, named_pairs, sharded_digest
 
 if TYPE_CHECKING:
     from fc_optim.serving.stream import Item
@@ -60,9 +60,9 @@ def manifest(version: int | None, named_tensors: Iterable[tuple[str, Tensor]]) -
         version: the last one that was loaded to the end; None for weights from elsewhere.
         named_tensors: the receiver's own memory, which is only read.
 
-    Raises ValueError if a name comes twice.
+    Raises ValueError if a name comes twice, TypeError for what is no pair of a name and a tensor.
     """
-    named = list(named_tensors)
+    named = list(named_pairs(named_tensors))
     found = digest(named).parameters
     return Manifest(version, {n: entry(t.dtype, t.shape, found[n]) for n, t in named})
 

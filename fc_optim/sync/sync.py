@@ -64,6 +64,19 @@ class WatchingEngine(Protocol):
         """
 
 
+def _refuse_no_engine(engine: object, asked_only: bool) -> None:
+    """Raise TypeError for an object that lacks what a sync calls."""
+    needed = ("held",) if asked_only else ("load", "held")
+    lost = [n for n in needed if not callable(getattr(engine, n, None))]
+    if engine is not None and (lost or isinstance(engine, type)):
+        what = f"{engine.__name__} is a class" if isinstance(engine, type) else ""
+        what = what or f"{type(engine).__name__} has no {' and no '.join(n + '()' for n in lost)}"
+        raise TypeError(
+            f"engine: {what}. Pass an object with load(weights, version) and held(), such as "
+            "fc_optim.integrations.vllm.OfflineEngine, or None on ranks that only help to gather."
+        )
+
+
 class Sync:
     """Keeps one rollout engine at the optimizer's served weights, and knows that it is.
 
@@ -108,6 +121,7 @@ class Sync:
                 f"optimizer: {type(optimizer).__name__} is not a FairCastOptimizer (inside "
                 "accelerate's wrapper it is what `register()` returns)."
             )
+        _refuse_no_engine(engine, asked_only=send is not None)
         if sparse and engine is not None and not isinstance(engine, SparseEngine):
             raise TypeError(
                 f"sparse: {type(engine).__name__} has no load_patches(); use sparse=False."

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fc_optim.kernels.batch import AdamHyper, MuonHyper
 from fc_optim.params.collectives import copy_to_shard, gather
 from fc_optim.params.registry import Managed
+from fc_optim.params.sources import source_of
 from fc_optim.update.muon import lr_ratio, orthogonalise
 
 if TYPE_CHECKING:
@@ -107,10 +108,11 @@ class Muon(Algorithm):
             raise ValueError("maximize, amsgrad: Muon has neither; set them in Adam groups only.")
         lr_ratio(group["adjust_lr_fn"], torch.Size((1, 1)))
         for i, p in enumerate(group["params"]):
-            if p.requires_grad and p.ndim != 2:
-                name = group.get("param_names", {i: f"number {i} of its group"})[i]
+            name = group.get("param_names", {i: f"number {i} of its group"})[i]
+            shape = source_of(p).shape(p, name) if p.requires_grad else ()
+            if p.requires_grad and len(shape) != 2:
                 raise ValueError(
-                    f"params: {name!r} has shape {tuple(p.shape)}, but Muon takes matrices only; "
+                    f"params: {name!r} has shape {tuple(shape)}, but Muon takes matrices only; "
                     "fc_optim.muon_param_groups(model) sorts parameters."
                 )
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fc_optim.params.names import clean_name
+from fc_optim.params.modules import named_modules, named_parameters
+from fc_optim.params.sources import source_of
 
 # torch.optim.Muon's own defaults: nesterov, ns_steps, adjust_lr_fn and so on.
 DEFAULTS = {
@@ -64,16 +65,20 @@ def muon_param_groups(
     biases and whatever is not 2-D. Frozen parameters are left out.
 
     Args:
-        model: the model, wrapped or not.
+        model: the model, wrapped or not, on the meta device or under DeepSpeed's `zero.Init` too.
         muon, adamw: keys for the two groups, such as `lr`; Muon's others are
             `torch.optim.Muon`'s defaults.
+
+    Raises TypeError for parameters that FullyShardedDataParallel has flattened.
 
     Use as `FairCastAdamW(muon_param_groups(model, muon={"lr": 2e-3}), lr=1e-4)`.
     """
     not_hidden = _embeddings_and_heads(model)
-    named = [(clean_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
-    hidden = [(n, p) for n, p in named if p.ndim == 2 and p not in not_hidden]
-    rest = [(n, p) for n, p in named if p.ndim != 2 or p in not_hidden]
+    named = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
+    shapes = _shapes(named)
+    hidden = [(n, p) for n, p in named if len(shapes[p]) == 2 and p not in not_hidden]
+    held = {p for _, p in hidden}
+    rest = [(n, p) for n, p in named if p not in held]
     defaults = {k: v for k, v in DEFAULTS.items() if k != "lr"}
     groups = [
         {"params": hidden, "algorithm": "muon", **defaults, **(muon or {})},
@@ -82,12 +87,28 @@ def muon_param_groups(
     return [g for g in groups if g["params"]]
 
 
+def _shapes(named: list[tuple[str, Tensor]]) -> dict[Tensor, torch.Size]:
+    shapes, flat = {}, []
+    for name, p in named:
+        try:
+            shapes[p] = source_of(p).shape(p, name)
+        except TypeError:
+            flat.append(name)
+    if flat:
+        raise TypeError(
+            f"model: {', '.join(flat[:8])} are flattened by FullyShardedDataParallel, so nobody "
+            "can see which are matrices, and Muon needs whole ones. Shard with fully_shard "
+            "(FSDP2), or use AdamW alone."
+        )
+    return shapes
+
+
 _HEADS = ("lm_head", "head", "score", "classifier", "embed_out", "output", "output_layer")
 
 
 def _embeddings_and_heads(model: nn.Module) -> set[Tensor]:
     found: set[Tensor] = set()
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         leaf = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) or leaf in _HEADS:
             found.update(module.parameters(recurse=False))

@@ -60,19 +60,28 @@ def id_tensor(param_id: int) -> Tensor:
     return torch.tensor(param_id, dtype=torch.int64, device="cpu")
 
 
+def _fp32(value: Any) -> Any:
+    """A state of a bf16 parameter as the base would have made it for a master."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype == torch.bfloat16 else value
+    if type(value) is dict:
+        return {k: _fp32(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_fp32(v) for v in value)
+    return value
+
+
 def complete_state(entry: Managed, fused: bool, new: bool = False) -> None:
     """Add what is missing beside a master, in the dtypes that kernels read.
 
-    Moments that are all missing begin anew. Of an optimizer without kernels only what was made for
-    the parameter before there was a master (`new`) is cast: later, a bf16 state is its own choice.
-    Raises ValueError for a moment of another shape, RuntimeError if some are there and others are
-    not.
+    Of an optimizer without kernels only what was made for the parameter, before there was a master
+    (`new`), becomes fp32: later, a bf16 state is its own choice. Moments that are all missing
+    begin anew. Raises ValueError for a moment of another shape, RuntimeError if some are there and
+    others are not.
     """
     state = entry.state
     if new and not fused:
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-                state[key] = value.float()  # made for a bf16 parameter
+        state.update({key: _fp32(value) for key, value in state.items()})
     _complete_epoch(entry, fused)
     if not fused:
         return

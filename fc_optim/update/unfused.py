@@ -1,8 +1,11 @@
-"""Any torch optimizer without a fused kernel: its own step, run on the fp32 masters."""
+"""Any torch optimizer without a fused kernel: its own step and methods, run on the fp32 masters."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import contextlib
+import functools
+import inspect
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,26 +13,30 @@ from torch.optim import Optimizer
 
 from fc_optim.params.names import STATE_KEYS
 from fc_optim.params.registry import Managed
+from fc_optim.params.sources import source_of, to_local
+from fc_optim.update.base import inner_optimizers, own_attributes, released
 from fc_optim.update.plan import Context, check_grad, state_calls
 from fc_optim.update.state import EPOCH, MASTER, make_canonical
 
+Groups = Sequence[dict[str, Any]]
+State = dict[Any, dict[str, Any]]
+
 
 class BaseStep:
-    """Runs the user's optimizer through a twin whose parameters are the masters.
+    """Runs the user's optimizer with the masters in the place of their parameters.
 
     Parameters without a master (excluded or frozen) are stepped in place, as torch would. The
-    twin's state is the outer optimizer's own, less the keys that this package adds.
+    base sees the outer optimizer's groups and state, less the keys that this package adds.
     """
 
     def __init__(self, base: Optimizer):
         self._base = base
-        self._masters: dict[Tensor, Tensor] = {}
-        self._twin: Optimizer | None = None
+        self._running: str | None = None
 
     def run(
         self,
-        groups: Sequence[dict[str, Any]],
-        state: dict[Tensor, dict[str, Any]],
+        groups: Groups,
+        state: State,
         entries: Sequence[Managed],
         context: Context,
         closure: Callable[[], Any] | None = None,
@@ -42,22 +49,67 @@ class BaseStep:
         for e in entries:
             if closure is not None or e.param.grad is not None:
                 e.state[EPOCH] += 1
-        self._prepare({e.param: e.state[MASTER] for e in entries})
-        _grads_to_masters(entries, grad_scale)
         if grad_scale is not None:
-            for p in (p for g in groups for p in g["params"] if p not in self._masters):
+            managed = {e.param for e in entries}
+            for p in (p for g in groups for p in g["params"] if p not in managed):
                 if p.grad is not None:
                     p.grad.div_(grad_scale.to(p.grad.device))
-
-        def on_served_weights() -> Any:
-            assert closure is not None
+        given = _Gradients(entries, grad_scale)
+        arguments = () if closure is None else (self._on_shadow(closure, context, given),)
+        try:
+            with self._masters_in("step", groups, state, entries):
+                result = self._base.step(*arguments)
+            given.take_back("step()", changes=False)
+            return result
+        finally:
+            given.drop()
             _publish(context, entries)
-            versions = [e.param._version for e in entries]
+
+    def call(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        groups: Groups,
+        state: State,
+        entries: Sequence[Managed],
+        context: Context,
+    ) -> Any:
+        """A method of the base. Functions among the arguments run on the published weights.
+
+        Gradients that it drops or changes are so afterwards. Whoever calls this publishes.
+        """
+        given = _Gradients(entries, None)
+
+        def ready(value: Any) -> Any:
+            is_closure = inspect.isroutine(value) or isinstance(value, functools.partial)
+            return self._on_shadow(value, context, given) if is_closure else value
+
+        try:
+            with self._masters_in(name, groups, state, entries):
+                method = getattr(self._base, name)
+                result = method(*map(ready, args), **{k: ready(v) for k, v in kwargs.items()})
+            given.take_back(f"{name}()")
+            return result
+        finally:
+            given.drop()
+            for e in entries:
+                make_canonical(e.state[MASTER])
+
+    def _on_shadow(
+        self, closure: Callable[..., Any], context: Context, given: "_Gradients"
+    ) -> Callable[..., Any]:
+        """The closure, which sees the shadow of the masters, and whose gradients they get."""
+
+        def on_served_weights(*args: Any, **kwargs: Any) -> Any:
+            given.take_back("the optimizer")
+            _publish(context, given.entries)
+            versions = [e.param._version for e in given.entries]
             with torch.enable_grad():
-                loss = closure()
+                loss = closure(*args, **kwargs)
             written = [
                 e.identity.name
-                for e, v in zip(entries, versions, strict=True)
+                for e, v in zip(given.entries, versions, strict=True)
                 if e.param._version != v
             ]
             if written:
@@ -65,97 +117,191 @@ class BaseStep:
                     f"closure: it wrote the weights {', '.join(written[:8])}, which the optimizer "
                     "would overwrite; change weights between steps."
                 )
-            _grads_to_masters(entries, None)
+            given.hand_over(None)
             return loss
 
-        try:
-            return self._run_twin(groups, state, None if closure is None else on_served_weights)
-        finally:
-            for e in entries:
-                e.state[MASTER].grad = None
-            _publish(context, entries)
+        return on_served_weights
 
-    def _prepare(self, masters: dict[Tensor, Tensor]) -> None:
-        """Make the twin, unless there is one for exactly these tensors."""
-        known = self._masters
-        if self._twin is not None and known.keys() == masters.keys():
-            if all(known[p] is m for p, m in masters.items()):
-                return
-        self._masters = masters
-        self._twin = twin = object.__new__(type(self._base))
-        twin.__dict__.update(_attributes(self._base, masters))
-        twin.__setstate__({"state": defaultdict(dict), "param_groups": []})
-
-    def _run_twin(
-        self,
-        groups: Sequence[dict[str, Any]],
-        state: dict[Tensor, dict[str, Any]],
-        closure: Callable[[], Any] | None,
-    ) -> Any:
-        twin, masters = self._twin, self._masters
-        assert twin is not None
-        twin.param_groups = [
-            {**g, "params": [masters.get(p, p) for p in g["params"]]} for g in groups
-        ]
-        twin.state = defaultdict(dict)
-        params = [p for g in groups for p in g["params"]]
-        for p in params:
-            own = {k: v for k, v in state.get(p, {}).items() if k not in STATE_KEYS}
-            if own:  # an empty entry is how torch knows to make the state
-                twin.state[masters.get(p, p)] = own
-        held = set(params)
-        others = {k: v for k, v in state.items() if k not in held}  # what is no parameter's
-        twin.state.update(others)
-        try:
-            return twin.step() if closure is None else twin.step(closure)
-        finally:
-            for p in params:
-                after = twin.state.pop(masters.get(p, p), {})
-                own = state.setdefault(p, {}) if after else state.get(p, {})
-                for key in [k for k in own if k not in STATE_KEYS and k not in after]:
-                    del own[key]
-                own.update(after)
-            state.update(twin.state)
-            for group, ran in zip(groups, twin.param_groups, strict=True):
-                group.update({k: v for k, v in ran.items() if k != "params"})
-            # What the optimizer keeps on itself must outlive the twin (pickling, new masters).
-            back = {m: p for p, m in masters.items()}
-            self._base.__dict__.update(_attributes(twin, back))
+    @contextlib.contextmanager
+    def _masters_in(
+        self, name: str, groups: Groups, state: State, entries: Sequence[Managed]
+    ) -> Iterator[None]:
+        """While inside, the base holds the masters where it held their parameters."""
+        if self._running:
+            raise RuntimeError(f"{name}() inside {self._running}(): call it after that.")
+        self._running = name
+        masters = {e.param: e.state[MASTER] for e in entries}
+        lent = _lend(groups, state, masters)
+        optimizers = [self._base, *inner_optimizers(self._base)]
+        before = [{k: vars(o)[k] for k in _SHARED if k in vars(o)} for o in optimizers]
+        with released(self._base):
+            for o in optimizers:
+                _replace_attributes(o, masters, lent.known)
+                vars(o).update({k: v for k, v in lent.shared.items() if k in vars(o)})
+            for m in masters.values():
+                m.requires_grad_()  # some optimizers leave out what does not
+            try:
+                yield
+            finally:
+                self._running = None
+                for m in masters.values():
+                    m.requires_grad_(False)
+                _return(lent, groups, state, masters, vars(self._base).get("state"))
+                for o, own in zip(optimizers, before, strict=True):
+                    _replace_attributes(o, {m: p for p, m in masters.items()}, {})
+                    vars(o).update(own)
 
 
-def _attributes(opt: Optimizer, replace: dict[Tensor, Tensor]) -> dict[str, Any]:
-    """An optimizer's own attributes, with tensors replaced in its lists, tuples and dicts.
+# ---- What the base holds while it runs
 
-    Not its groups and state, which the twin is given for each step.
-    """
-    return {
-        key: _replaced(value, replace)
-        for key, value in own_attributes(opt).items()
-        if key not in ("param_groups", "state")
-    }
+_SHARED = ("param_groups", "state")
 
 
-def _replaced(value: Any, masters: dict[Tensor, Tensor]) -> Any:
-    """`value` with every parameter in its lists, tuples and dicts replaced by its master."""
+class _Lent(NamedTuple):
+    """Groups and state with the masters in them, and what they stand for, by identity."""
+
+    shared: dict[str, Any]
+    known: dict[int, Any]
+
+
+def _lend(groups: Groups, state: State, masters: Mapping[Tensor, Tensor]) -> _Lent:
+    lent_groups = [{**g, "params": [masters.get(p, p) for p in g["params"]]} for g in groups]
+    lent_state: State = defaultdict(dict)
+    for p, held in state.items():
+        if not isinstance(p, Tensor):  # what is no parameter's
+            lent_state[p] = _replaced(held, masters, {})
+            continue
+        own = {k: v for k, v in held.items() if k not in STATE_KEYS}
+        if own:  # an empty entry is how torch knows to make the state
+            lent_state[masters.get(p, p)] = own
+    known = {id(groups): lent_groups, id(state): lent_state}
+    for mine, theirs in zip(groups, lent_groups, strict=True):
+        known |= {id(mine): theirs, id(mine["params"]): theirs["params"]}
+    return _Lent({"param_groups": lent_groups, "state": lent_state}, known)
+
+
+def _return(
+    lent: _Lent,
+    groups: Groups,
+    state: State,
+    masters: Mapping[Tensor, Tensor],
+    made: State | None,
+) -> None:
+    """What the base did to its groups and state, into the real ones."""
+    after_state = lent.shared["state"] if made is None else made  # it may have made a new one
+    params = {masters.get(p, p): p for p in [*state, *(p for g in groups for p in g["params"])]}
+    for held, p in params.items():
+        after = after_state.pop(held, {})
+        if not isinstance(p, Tensor):
+            continue
+        own = state.setdefault(p, {}) if after else state.get(p, {})
+        for key in [k for k in own if k not in STATE_KEYS and k not in after]:
+            del own[key]
+        own.update(after)
+    state.update(_replaced(dict(after_state), {m: p for p, m in masters.items()}, {}))
+    for group, ran in zip(groups, lent.shared["param_groups"], strict=True):
+        group.update({k: v for k, v in ran.items() if k != "params"})
+
+
+def _replace_attributes(
+    opt: Optimizer, replace: Mapping[Tensor, Tensor], known: dict[int, Any]
+) -> None:
+    """Tensors in an optimizer's own attributes: its lists, tuples, sets, deques and dicts."""
+    for key, value in own_attributes(opt).items():
+        if key not in _SHARED:
+            vars(opt)[key] = _replaced(value, replace, known)
+
+
+def _replaced(value: Any, replace: Mapping[Tensor, Tensor], known: dict[int, Any]) -> Any:
+    """`value` with tensors replaced, in new containers; the same object if there are none."""
     if isinstance(value, Tensor):
-        return masters.get(value, value)
-    if type(value) is dict:
-        return {_replaced(k, masters): _replaced(v, masters) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(v, masters) for v in value)
+        return replace.get(value, value)
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, dict):
+        items = [tuple(_replaced(x, replace, known) for x in item) for item in value.items()]
+        if all(a is b for new, old in zip(items, value.items(), strict=True)
+               for a, b in zip(new, old, strict=True)):  # fmt: skip
+            return value
+        new = value.copy()
+        new.clear()
+        new.update(items)
+        return new
+    if type(value) in (list, tuple, set, deque):
+        items = [_replaced(x, replace, known) for x in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
     return value
 
 
-def _grads_to_masters(entries: Iterable[Managed], grad_scale: Tensor | None) -> None:
-    """master.grad <- fp32 gradient, unscaled; None where the parameter has none."""
-    for e in entries:
-        grad = e.param.grad
-        if grad is not None:
-            check_grad(e)
-            grad = e.source.from_local(e.param, e.source.local_grad(e.param).float().contiguous())
-            if grad_scale is not None:
-                grad = grad / grad_scale.to(grad.device)
-        e.state[MASTER].grad = grad
+# ---- Gradients
+
+
+class _Gradients:
+    """The gradients of the parameters, lent to their masters in fp32."""
+
+    def __init__(self, entries: Sequence[Managed], grad_scale: Tensor | None):
+        self.entries = entries
+        self.hand_over(grad_scale)
+
+    def hand_over(self, grad_scale: Tensor | None) -> None:
+        """master.grad <- fp32 gradient, unscaled; None where the parameter has none."""
+        self._seen = []
+        for e in self.entries:
+            own, grad = e.param.grad, None
+            if own is not None:
+                check_grad(e)
+                grad = e.source.from_local(
+                    e.param, e.source.local_grad(e.param).float().contiguous()
+                )
+                if grad_scale is not None:
+                    grad = grad / grad_scale.to(grad.device)
+            e.state[MASTER].grad = grad
+            self._seen.append((own, _version(own), grad, _version(grad)))
+
+    def take_back(self, who: str, changes: bool = True) -> None:
+        """Gradients that were dropped or, with `changes`, changed are so in the parameters too.
+
+        Raises RuntimeError if `who` computed gradients itself, which the masters did not get.
+        """
+        for e, (own, own_version, lent, version) in zip(self.entries, self._seen, strict=True):
+            shared = own is not None and lent is not None and _address(own) == _address(lent)
+            now = e.state[MASTER].grad
+            mine = e.param.grad
+            same = mine is own and (shared or _version(own) == own_version)
+            if mine is not None and not same:
+                raise RuntimeError(
+                    f"{who}: it changed the gradient of {e.identity.name!r} itself, which its "
+                    "masters cannot see. Compute gradients outside of it, or in a closure."
+                )
+            if now is None and lent is not None:
+                e.param.grad = None
+            elif changes and now is not None and not (now is lent and _version(now) == version):
+                if now is not lent or not shared:
+                    _assign(e.param, now)
+
+    def drop(self) -> None:
+        for e in self.entries:
+            e.state[MASTER].grad = None
+
+
+def _version(grad: Tensor | None) -> int | None:
+    return None if grad is None else to_local(grad)._version
+
+
+def _address(grad: Tensor) -> int:
+    return to_local(grad).data_ptr()
+
+
+def _assign(param: Tensor, value: Tensor) -> None:
+    """param.grad <- value, in the memory that it has (DDP's buckets) where it is cut alike."""
+    own, part = param.grad, to_local(value)
+    if own is not None and source_of(own).placements(own) == source_of(value).placements(value):
+        to_local(own).copy_(part)
+    else:
+        part = part.to(param.dtype if own is None else own.dtype)
+        param.grad = source_of(param).from_local(param, part)
 
 
 def _publish(context: Context, entries: Iterable[Managed]) -> None:
@@ -165,30 +311,3 @@ def _publish(context: Context, entries: Iterable[Managed]) -> None:
         make_canonical(e.state[MASTER])
     for call in state_calls(context, entries):
         call.round()
-
-
-# ---- The inner optimizer, once it is wrapped
-
-
-def taken_over(*args: Any, **kwargs: Any) -> Any:
-    """What the inner optimizer's `step` and `load_state_dict` become."""
-    raise RuntimeError(
-        "this optimizer was wrapped by FairCastOptimizer, which owns its groups and state: call "
-        "step() or load_state_dict() of the FairCastOptimizer."
-    )
-
-
-TAKEN_OVER = ("step", "load_state_dict")
-
-# A scheduler that was attached to the inner optimizer checks for its mark.
-taken_over._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-
-def take_over(base: Optimizer) -> None:
-    """From now on the FairCastOptimizer alone steps and loads."""
-    vars(base).update(dict.fromkeys(TAKEN_OVER, taken_over))
-
-
-def own_attributes(opt: Optimizer) -> dict[str, Any]:
-    """An optimizer's attributes but hooks and the methods that were taken over."""
-    return {k: v for k, v in vars(opt).items() if k not in TAKEN_OVER and not k.endswith("_hooks")}

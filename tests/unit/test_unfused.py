@@ -183,3 +183,24 @@ def test_an_overflow_skips_the_unfused_step_and_its_dither():
     opt.step()
     for e in opt.managed():
         torch.testing.assert_close(e.state["master"], scaled[e.param])
+
+
+def test_state_that_an_instance_made_for_bf16_parameters_becomes_that_of_masters():
+    """In lists too: LBFGS keeps its directions there."""
+    model = tiny(torch.bfloat16)
+    base = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure():
+        base.zero_grad()
+        return backward(model)
+
+    base.step(closure)
+    first = model[0].weight
+    assert base.state[first]["old_dirs"][0].dtype == torch.bfloat16
+    opt = FairCastOptimizer(base)
+    opt.publish()
+    kept = opt.state[first]
+    assert {t.dtype for key in ("old_dirs", "old_stps") for t in kept[key]} == {torch.float32}
+    assert kept["d"].dtype == kept["prev_flat_grad"].dtype == torch.float32
+    opt.step(closure)
+    assert_invariant(opt)

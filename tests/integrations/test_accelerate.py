@@ -1,10 +1,12 @@
 """Hugging Face accelerate: wrapping, registering, sharding, saving, launching."""
 
 import copy
+import functools
 import io
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import strategies
 import torch
 import torch.distributed as dist
 from models import assert_equal_states, assert_invariant, assert_same, loss_of, tiny, train
-from ranks import spawn, start
+from ranks import Worlds
 from torch import nn
 
 from fc_optim import FairCastAdamW
@@ -277,47 +279,51 @@ def reference(case: Case) -> dict[str, object]:
     return strategies.result(model, opt.bind(model))
 
 
-def compare_all(rank: int, world: int, rendezvous: str, folder: str) -> None:
-    """On two ranks, run, save on the way, and go back to it; on others, load and finish."""
+def prepared_and_registered(case: Case) -> tuple[Any, Any, Any, Any]:
     from fc_optim.integrations.accelerate import register
 
-    start(rank, world, rendezvous)
-    bad = []
-    for name, case in CASES.items():
-        expected, saved = reference(case), f"{folder}/{name}"
-        accelerator, model, wrapped, scheduler = prepare(case)
-        opt = register(accelerator, wrapped)
-        assert opt is wrapped.optimizer and not opt.state
-        upcast = case[0] != "ddp" and case[1] == "bf16"  # by accelerate: seen before any forward
-        assert {e.param.dtype for e in opt.managed()} == {FP32 if upcast else case[2]}
-        rest = case, accelerator, model, wrapped, scheduler
-        if world == 2:
-            run(*rest, range(SAVED))
-            accelerator.save_state(saved)
-        else:
-            accelerator.load_state(saved)
-            held = [e for e in opt.managed() if e.local.numel()]
-            assert {e.state["master"].dtype for e in held} == {FP32}
-        run(*rest, range(SAVED, STEPS))
-        bad += [
-            f"{name}: {d}" for d in strategies.differences(expected, strategies.result(model, opt))
-        ]
-        if world == 2:
-            accelerator.load_state(saved)
-            run(*rest, range(SAVED, STEPS))
-            del expected["version"]  # never goes back
-            got = strategies.result(model, opt)
-            bad += [f"{name}, gone back: {d}" for d in strategies.differences(expected, got)]
-    if world == 2:
-        refusals(rank)
-    dist.destroy_process_group()
+    accelerator, model, wrapped, scheduler = prepare(case)
+    opt = register(accelerator, wrapped)
+    assert opt is wrapped.optimizer and not opt.state
+    upcast = case[0] != "ddp" and case[1] == "bf16"  # by accelerate: seen before any forward
+    assert {e.param.dtype for e in opt.managed()} == {FP32 if upcast else case[2]}
+    return accelerator, model, wrapped, scheduler
+
+
+def assert_equal_results(expected: dict[str, object], opt, model) -> None:
+    bad = strategies.differences(expected, strategies.result(model, opt))
     assert not bad, f"{len(bad)} differences, such as {bad[:5]}"
 
 
-def refusals(rank: int) -> None:
+def train_save_and_go_back(name: str, folder: str) -> None:
+    case = CASES[name]
+    accelerator, model, wrapped, scheduler = rest = prepared_and_registered(case)
+    expected, saved = reference(case), f"{folder}/{name}"
+    run(case, *rest, range(SAVED))
+    accelerator.save_state(saved)
+    run(case, *rest, range(SAVED, STEPS))
+    assert_equal_results(expected, wrapped.optimizer, model)
+    accelerator.load_state(saved)
+    run(case, *rest, range(SAVED, STEPS))
+    del expected["version"]  # never goes back
+    assert_equal_results(expected, wrapped.optimizer, model)
+
+
+def load_and_finish(name: str, folder: str) -> None:
+    case = CASES[name]
+    accelerator, model, wrapped, scheduler = rest = prepared_and_registered(case)
+    accelerator.load_state(f"{folder}/{name}")
+    held = [e for e in wrapped.optimizer.managed() if e.local.numel()]
+    assert {e.state["master"].dtype for e in held} == {FP32}
+    run(case, *rest, range(SAVED, STEPS))
+    assert_equal_results(reference(case), wrapped.optimizer, model)
+
+
+def refusals() -> None:
     """What `register` finds: on every rank, before there are masters."""
     from fc_optim.integrations.accelerate import register
 
+    rank = dist.get_rank()
     for name in ("ddp, fp32", "fsdp2, mixed", "fsdp1, upcast"):
         accelerator, _, wrapped, _ = prepare(CASES[name], dither=("fresh", "held")[rank])
         with pytest.raises(RuntimeError, match="disagree about dither"):
@@ -336,9 +342,40 @@ def refusals(rank: int) -> None:
         register(accelerator, wrapped)
 
 
-def test_saved_on_two_ranks_continued_on_any_number_with_the_bits_of_one(tmp_path):
-    for world in (2, 1, 3, 4):
-        spawn(compare_all, world, tmp_path, str(tmp_path))
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    """Ranks of this file: accelerate's state is the process's."""
+    worlds = Worlds(tmp_path_factory.mktemp("ranks"))
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of what two ranks saved of a case, after they were compared."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+
+    @functools.cache
+    def of(name: str) -> str:
+        ranks(2).run(train_save_and_go_back, name, folder)
+        return folder
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_have_the_bits_of_one_and_go_back_to_what_they_saved(name, saved):
+    saved(name)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_saved_on_two_ranks_continued_on_any_number_with_the_bits_of_one(name, world, saved, ranks):
+    ranks(world).run(load_and_finish, name, saved(name))
+
+
+def test_register_refuses_on_every_rank(ranks):
+    ranks(2).run(refusals)
 
 
 # ---- The example, launched as a user does.

@@ -87,7 +87,7 @@ def test_a_merge_serves_all_of_what_the_adapters_add(dither: str) -> None:
     print(f"captured: {captured(nearest):.3f} (nearest), {captured(merged):.3f} (merge_lora)")
     assert captured(nearest) < 0.2
     assert captured(merged) == pytest.approx(1, abs=5 * error)
-    assert error < 0.02
+    assert error < 0.03
 
 
 def test_held_dither_keeps_merged_deltas_sparse() -> None:

@@ -165,6 +165,7 @@ def launch_all() -> dict[str, int]:
 def run_apart(job: str) -> dict[str, Any]:
     """What this file prints as a script, in a process without triton's interpreter."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
     with tempfile.TemporaryDirectory() as cache:
         env["TRITON_CACHE_DIR"] = cache
         done = subprocess.run(

@@ -128,8 +128,8 @@ def runs():
 
 @pytest.mark.parametrize("dither", ["fresh", "sync", "held"])
 def test_the_served_copy_receives_all_of_the_movement(runs, dither):
-    # Of n weights that moved by a share r of a step, the standard error is 1 / sqrt(n r): 0.0025
-    # after 20 steps of 1e-6, where a step of a weight of 0.02 is 1.2e-4, and less later.
+    # Of n weights that moved by a share s of their step, the standard error is 1 / sqrt(n s): after
+    # 20 updates of 1e-6 it is 0.0025, for a weight of 0.02 has steps of 1.2e-4, and later less.
     captured, _ = runs[dither]
     assert all(0.97 <= c <= 1.03 for step, c in captured.items() if step >= 20)
 

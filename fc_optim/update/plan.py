@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fc_optim.kernels import reference
 from fc_optim.kernels.backends import Backend
-from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper
-from fc_optim.kernels.reference import canonical_bits
+from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper, Segment
 from fc_optim.params.collectives import gather, take
 from fc_optim.params.layouts import is_dtensor, like, local, local_grad, placements
 from fc_optim.params.registry import CONTAINER_DTYPES, Managed, check_dtype
@@ -102,8 +102,9 @@ def new_master(param: Tensor) -> Tensor:
 
 def make_canonical(master: Tensor) -> None:
     """In place: NaNs and magnitudes as masters store them (see `reference.canonical_bits`)."""
-    bits = local(master).view(torch.int32)
-    bits.copy_(canonical_bits(bits))
+    part = local(master)
+    whole = [[Segment.whole(0, part.numel())]]
+    reference.canonical_(Batch([], [part], whole, [], seed=0, epoch=0))
 
 
 def step_key(entry: Managed, fused: bool) -> str:

@@ -12,7 +12,7 @@ from fc_optim.construct import own_attributes
 from fc_optim.params.layouts import like, local_grad
 from fc_optim.params.names import STATE_KEYS
 from fc_optim.params.registry import Managed
-from fc_optim.update.plan import Context, check_grad, make_canonical, state_work
+from fc_optim.update.plan import Context, check_grad, state_work
 
 
 class BaseStep:
@@ -159,8 +159,6 @@ def _grads_to_masters(entries: Iterable[Managed], grad_scale: Tensor | None) -> 
 
 def _publish(context: Context, entries: Iterable[Managed]) -> None:
     """containers <- stochastic rounding of the masters, made canonical first."""
-    entries = list(entries)
-    for e in entries:
-        make_canonical(e.state["master"])
     for work in state_work(context, entries):
+        work.backend.canonical_(work.batch)
         work.round()

@@ -288,6 +288,24 @@ class FairCastOptimizer(Optimizer):
         """Write the shadow of the masters into the parameters, whatever they hold now."""
         self.weights.restore()
 
+    def edit_masters(self) -> contextlib.AbstractContextManager[dict[str, Tensor]]:
+        """A context that gives the fp32 masters by name, to be changed in place; then publishes.
+
+        For clipped weights, neurons that begin anew, averages of models: written into parameters,
+        such values would be rounded first. The tensors are the state's own, sharded as the
+        parameters are. Moments stay; the weights are a new version afterwards, also if the code
+        inside raises. Raises RuntimeError if weights were changed outside the optimizer.
+        """
+        return self.weights.edit_masters()
+
+    def reset_moments(self) -> None:
+        """Let the moments and step counts begin anew: when the policy jumps.
+
+        Masters, identities and the dither stay. For another base than torch's three, all of its
+        own state is dropped.
+        """
+        self.weights.reset_moments()
+
     # -- parameters ----------------------------------------------------------------------------
 
     @property

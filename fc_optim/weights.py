@@ -18,18 +18,11 @@ from fc_optim.params import sources
 from fc_optim.params.buffers import Buffers
 from fc_optim.params.collectives import anywhere, check_agreement
 from fc_optim.params.layouts import FlatPiece, Group, flat_layout, groups_of
-from fc_optim.params.registry import Managed, Registry, check_dtype, check_memory
-from fc_optim.update import foreign
+from fc_optim.params.names import STATE_KEYS
+from fc_optim.params.registry import Managed, Registry, check_memory
+from fc_optim.update import foreign, masters
 from fc_optim.update.plan import Context, Plan, state_calls
-from fc_optim.update.state import (
-    EPOCH,
-    MASTER,
-    check_state,
-    complete_state,
-    id_tensor,
-    new_master,
-    on_grid,
-)
+from fc_optim.update.state import EPOCH, MASTER, check_state, complete_state, state_keys
 from fc_optim.update.unfused import BaseStep
 
 ROUNDING_SCHEME = 1  # the bit contract: counter layout, lane order, add and truncate
@@ -165,35 +158,15 @@ class ServedWeights:
         Without `everyone`, not for those off the grid that have no gradient. Raises RuntimeError
         where there was a master, which somebody took away.
         """
-        new = [e for e in self.entries() if MASTER not in e.state]
-        if not everyone:
-            new = [e for e in new if e.param.grad is not None or not e.identity.off_grid]
+        new = masters.without_master(self.entries(), everyone)
         if not new:
             return
         self.registry.check_orphans(self.groups, self.state)
-        _check_lost(new)
-        for e in new:
-            check_dtype(e.param, e.identity.name)
-            if e.param.is_meta:
-                raise RuntimeError(
-                    f"parameter {e.identity.name!r} is on the meta device: materialise the model "
-                    "(to_empty(), then load or initialise its weights) before the first step."
-                )
+        new = masters.check_new(new, everyone)
         check_memory(self.entries())
-        for e in new:
-            e.identity.off_grid = not on_grid(e.local)
-        if not everyone:
-            new = [e for e in new if e.param.grad is not None or not e.identity.off_grid]
         self.registry.find_layouts(new)
-        _check_whole(new)
         self.registry.numbered.say_shared(self.registry.names(self.groups), self.seed)
-        for e in new:
-            e.state = self.state.setdefault(e.param, {})
-            e.state[MASTER] = new_master(e)
-            if not e.identity.flat:
-                e.state["param_id"] = id_tensor(e.identity.param_id)
-            complete_state(e, self.fused, new=True)
-            e.identity.has_master = True
+        masters.add_masters(new, self.state, self.fused)
         for group in self.groups:
             self.want_fp32_grads(group)
         self.round_([e for e in new if e.identity.off_grid])
@@ -261,6 +234,36 @@ class ServedWeights:
         else:
             calls = state_calls(context, entries)
         self.foreign.check(context, calls, action, written=written)
+
+    # -- what users do to masters and moments --------------------------------------------------
+
+    @contextlib.contextmanager
+    def edit_masters(self) -> Iterator[dict[str, Tensor]]:
+        """See `FairCastOptimizer.edit_masters`."""
+        self.publish()
+        entries = self.plan().entries
+        with self.guarded("edit_masters()"):
+            try:
+                with torch.no_grad():
+                    yield {e.identity.name: e.state[MASTER] for e in entries}
+            finally:  # also after an exception: the weights are the masters' shadow
+                for call in self.plan().state:
+                    call.canonical()
+                self.version += 1
+                self.round_(self.plan().entries)
+                self.spread()
+
+    @torch.no_grad()
+    def reset_moments(self) -> None:
+        """See `FairCastOptimizer.reset_moments`."""
+        self.check_free("reset_moments()")
+        for e in self.with_master():
+            if self.fused:
+                for key in state_keys(e, fused=True)[2:]:
+                    e.state[key].zero_()  # in place: captured graphs hold them
+            else:
+                for key in e.state.keys() - STATE_KEYS:
+                    del e.state[key]
 
     # -- foreign writes ------------------------------------------------------------------------
 
@@ -391,27 +394,3 @@ class ServedWeights:
     def check_free(self, what: str) -> None:
         if self._busy:
             raise RuntimeError(f"{what} inside {self._busy}: leave that context first.")
-
-
-def _check_lost(entries: Sequence[Managed]) -> None:
-    """Raise RuntimeError for parameters whose master was there and is gone."""
-    lost = [e.identity.name for e in entries if e.identity.has_master]
-    if lost:
-        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
-        raise RuntimeError(
-            f"optimizer.state: the masters of {', '.join(lost[:8])}{more} are gone. The weights "
-            "hold their rounded copies only, hundreds of steps behind: load_state_dict() a saved "
-            "state, or call adopt_weights() to begin new masters from the served weights. To begin "
-            "the moments anew, call reset_moments() instead of clearing the state."
-        )
-
-
-def _check_whole(entries: Sequence[Managed]) -> None:
-    """Raise TypeError where an algorithm needs whole matrices and a flat buffer cuts them."""
-    for e in entries:
-        flat = e.layout.groups and e.source.placements(e.param) is None
-        if e.group["algorithm"] == "muon" and flat:
-            raise TypeError(
-                f"parameter {e.identity.name!r} is part of a flat buffer, which cuts matrices "
-                "anywhere: Muon needs whole ones. Use fully_shard (FSDP2), or Adam."
-            )

@@ -150,7 +150,7 @@ class Batch:
 
     containers: list[Tensor]
     masters: list[Tensor]
-    segments: list[Sequence[Segment]]
+    segments: Sequence[Sequence[Segment]]
     epochs: list[Tensor]
     seed: int
     epoch: int | None

@@ -1,318 +1,23 @@
 """The Triton backend: one launch for all tensors of a batch; same functions as `reference`.
 
-Kernels find their tensors through tables in device memory, and every number that changes between
-steps is in device memory too: nothing recompiles, the host never waits, and a captured graph
-replays. CUDA, XPU and (interpreted) CPU tensors are taken.
+The host never waits, and a captured graph replays (see `gpu_tables`). CUDA, XPU and (interpreted)
+CPU tensors are taken.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fc_optim.kernels import batch as batch_module
-from fc_optim.kernels.batch import Batch
-from fc_optim.kernels.gpu_ops import (
-    PREPARE_BLOCK,
-    SAMPLE_MIX,
-    as_float,
-    begin,
-    block_bounds,
-    canonical,
-    canonical_nan,
-    count,
-    dither_epoch,
-    draw,
-    draw_at,
-    find_block,
-    flat_index,
-    load,
-    narrow,
-    nearest,
-    pointer,
-    power,
-    put,
-    scalar,
-    shadow_of,
-    store,
-    widen,
-)
-from fc_optim.kernels.gpu_tables import (
-    BETA1,
-    BETA2,
-    BIAS_CORRECTION2_SQRT,
-    BLEND,
-    BLOCK,
-    CONTAINER,
-    DECAY,
-    DECOUPLED,
-    END,
-    EPOCH,
-    EPS,
-    EPSILON,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    FIRST,
-    FROM_BUFFER,
-    FROM_GRAD,
-    GRAD,
-    GRAD_FACTOR,
-    L2,
-    LERP,
-    LR,
-    LR_RATIO,
-    MASTER,
-    MAX_EXP_AVG_SQ,
-    MAXIMIZE,
-    MOMENTUM,
-    MOMENTUM_BUFFER,
-    NEG_LR,
-    NEG_STEP_SIZE,
-    NESTEROV,
-    ONE_MINUS_SECOND,
-    REGISTERS,
-    SCALAR_COLUMNS,
-    SECOND,
-    SEGMENT_COLUMNS,
-    SKIP,
-    TENSOR,
-    UPDATE,
-    WEIGHT_DECAY,
-    Launch,
-)
+from fc_optim.kernels import gpu_kernels as k
+from fc_optim.kernels.batch import AdamHyper, Batch
+from fc_optim.kernels.gpu_ops import PREPARE_BLOCK
+from fc_optim.kernels.gpu_tables import SCALAR_COLUMNS, SCATTERED, Launch, Tables
 
-SCAN = tl.constexpr(256)  # segments whose flags an adoption program reads at a time
 PROGRAMS_PER_CORE = 4  # of the adoption kernel, which in most steps has nothing to do
-# Register bounds of Adam's kernel without column shards: what its variants need without spills.
-# Without a bound ptxas spills some variants in order to stay at 64 or 72.
-ADAM_REGISTERS = 80
-COUNTING_AMSGRAD_REGISTERS = 96
-
-SAMPLES, WHOLE = tl.constexpr(batch_module.SAMPLES), tl.constexpr(batch_module.WHOLE)
-COUNTS = tl.constexpr(len(batch_module.COUNTS))
-
-
-@triton.jit
-def _round_kernel(segments, blocks, tensors, epoch, C: tl.constexpr, STRIDED: tl.constexpr):
-    row, start = find_block(segments, blocks)
-    bounds = block_bounds(row, start)
-    bits = canonical(load(row, MASTER, tl.int32, start, bounds))
-    words = draw(row, start, dither_epoch(tensors, epoch, tl.load(row + TENSOR)), STRIDED)
-    store(row, CONTAINER, C, start, bounds, narrow(shadow_of(bits, words), C))
-
-
-@triton.jit
-def _flag_kernel(segments, tensors, epoch, flags, C: tl.constexpr):
-    """One program per segment: `batch.sample_positions` and the comparison."""
-    row = segments + tl.program_id(0).to(tl.int64) * SEGMENT_COLUMNS
-    first = tl.load(row + FIRST)
-    numel = tl.load(row + END) - first
-    count = tl.where(numel <= WHOLE, numel, SAMPLES).to(tl.int64)
-    i = tl.load(row + TENSOR)
-    t = dither_epoch(tensors, epoch, i)
-    j = tl.zeros((), tl.int64)
-    while j < count:
-        k = j + tl.arange(0, SAMPLES)
-        mask = k < count
-        low, high = k * numel // count, (k + 1) * numel // count
-        mixed = ((k * SAMPLE_MIX) >> 20) & ((1 << 44) - 1)
-        slot = first + low + mixed % tl.where(mask, high - low, 1)
-        words = draw_at(flat_index(row, slot), row, t)
-        bits = canonical(tl.load(pointer(row, MASTER, tl.int32) + slot, mask=mask, other=0))
-        found = tl.load(pointer(row, CONTAINER, C) + slot, mask=mask, other=0)
-        foreign = mask & (canonical(widen(found, C)) != shadow_of(bits, words))
-        if tl.max(foreign.to(tl.int32), axis=0) != 0:
-            tl.store(flags + i, 1)
-        j += SAMPLES
-
-
-@triton.jit(do_not_specialize=["count", "flags"])
-def _adopt_kernel(
-    segments, count, tensors, epoch, flags, counts, C: tl.constexpr, STRIDED: tl.constexpr
-):
-    """A small grid over the blocks of flagged tensors; a few loads when there are none."""
-    j = 0
-    while j < count:  # (the `range` of triton 3.6's interpreter takes no tensors)
-        s = j + tl.arange(0, SCAN)
-        live = s < count
-        tensor = tl.load(segments + s.to(tl.int64) * SEGMENT_COLUMNS + TENSOR, live, other=0)
-        if tl.max(tl.load(flags + tensor, live, other=0), axis=0) == 0:
-            j += SCAN
-        else:
-            end = tl.minimum(j + SCAN, count)
-            while j < end:
-                row = segments + j * SEGMENT_COLUMNS
-                if tl.load(flags + tl.load(row + TENSOR)) != 0:
-                    _adopt_segment(row, tensors, epoch, counts, C, STRIDED)
-                j += 1
-
-
-@triton.jit
-def _adopt_segment(row, tensors, epoch, counts, C: tl.constexpr, STRIDED: tl.constexpr):
-    i = tl.load(row + TENSOR)
-    t = dither_epoch(tensors, epoch, i)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    while start < tl.load(row + END):
-        bounds = block_bounds(row, start)
-        bits = load(row, MASTER, tl.int32, start, bounds)
-        found = canonical(widen(load(row, CONTAINER, C, start, bounds), C))
-        words = draw(row, start, t, STRIDED)
-        foreign = found != shadow_of(canonical(bits), words)
-        foreign &= (tl.arange(0, BLOCK) >= bounds[0]) & (tl.arange(0, BLOCK) < bounds[1])
-        bits = tl.where(foreign, found, bits)
-        store(row, MASTER, tl.int32, start, bounds, bits)
-        store(row, CONTAINER, C, start, bounds, narrow(shadow_of(canonical(bits), words), C))
-        tl.atomic_add(counts + i, tl.sum(foreign.to(tl.int32), axis=0).to(tl.int64))
-        start += tl.num_programs(0) * BLOCK
-
-
-@triton.jit(do_not_specialize=["count"])
-def _prepare_adam_kernel(tensors, epoch, hypers, scalars, count):
-    """Adam's prologue: `batch.adam_scalars` in float64."""
-    h, out, live, n, grad_scale = begin(tensors, epoch, hypers, scalars, count, True)
-    lr, beta1, beta2 = tl.load(h + LR), tl.load(h + BETA1), tl.load(h + BETA2)
-    weight_decay, decoupled = tl.load(h + WEIGHT_DECAY), tl.load(h + DECOUPLED) != 0
-    one = tl.full((PREPARE_BLOCK,), 1.0, tl.float64)
-    weight = 1.0 - beta1
-    from_grad = weight >= 0.5
-    tl.store(out + FROM_GRAD, from_grad.to(tl.int32), live)
-    put(out + GRAD_FACTOR, tl.where(tl.load(h + MAXIMIZE) != 0, -one, one) / grad_scale, live)
-    put(out + DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, one), live)
-    put(out + L2, tl.where(decoupled, 0.0, weight_decay), live)
-    put(out + LERP, tl.where(from_grad, weight - 1.0, weight), live)
-    put(out + SECOND, beta2, live)
-    put(out + ONE_MINUS_SECOND, 1.0 - beta2, live)
-    # Times -1: the minus sign of triton 3.6 is 0 - x, which is not -0 where x is 0.
-    put(out + NEG_STEP_SIZE, lr * -1.0 / (1.0 - power(beta1, n)), live)
-    put(out + BIAS_CORRECTION2_SQRT, tl.sqrt(1.0 - power(beta2, n)), live)
-    put(out + EPSILON, tl.load(h + EPS), live)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _prepare_muon_kernel(tensors, epoch, hypers, scalars, count, ADVANCE: tl.constexpr):
-    """The prologue of both of Muon's kernels: `batch.muon_scalars` in float64."""
-    h, out, live, _, grad_scale = begin(tensors, epoch, hypers, scalars, count, ADVANCE)
-    lr, momentum = tl.load(h + LR), tl.load(h + MOMENTUM)
-    nesterov = tl.load(h + NESTEROV) != 0
-    one = tl.full((PREPARE_BLOCK,), 1.0, tl.float64)
-    weight = 1.0 - momentum
-    from_grad, from_buffer = weight >= 0.5, (momentum >= 0.5) | ~nesterov
-    blend = tl.where(from_buffer, momentum - 1.0, momentum)
-    tl.store(out + FROM_GRAD, from_grad.to(tl.int32), live)
-    tl.store(out + FROM_BUFFER, from_buffer.to(tl.int32), live)
-    put(out + GRAD_FACTOR, one / grad_scale, live)
-    put(out + LERP, tl.where(from_grad, weight - 1.0, weight), live)
-    put(out + BLEND, tl.where(nesterov, blend, 0.0), live)
-    put(out + DECAY, 1.0 - lr * tl.load(h + WEIGHT_DECAY), live)
-    put(out + NEG_LR, lr * -1.0 * tl.load(h + LR_RATIO), live)
-
-
-@triton.jit
-def _finish(
-    row, start, bounds, w, t, counts, blocks,
-    C: tl.constexpr, STRIDED: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """Store new masters, made canonical, and their shadow; first compare them with the old."""
-    bits = canonical(w.to(tl.int32, bitcast=True))
-    shadow = shadow_of(bits, draw(row, start, t, STRIDED))
-    if COUNT is not None:
-        at = counts + tl.load(blocks + tl.program_id(0)).to(tl.int64) * COUNTS
-        count(row, start, bounds, bits, shadow, at, C, STRIDED, COUNT)
-    store(row, CONTAINER, C, start, bounds, narrow(shadow, C))
-    store(row, MASTER, tl.int32, start, bounds, bits)
-
-
-@triton.jit
-def _adam_kernel(
-    segments, blocks, scalars, counts, C: tl.constexpr, G: tl.constexpr,
-    AMSGRAD: tl.constexpr, HAS_L2: tl.constexpr, STRIDED: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    row, start = find_block(segments, blocks)
-    s = scalars + tl.load(row + TENSOR) * SCALAR_COLUMNS
-    bounds = block_bounds(row, start)
-    g = load(row, GRAD, G, start, bounds)
-    w = load(row, MASTER, tl.float32, start, bounds)
-    m = load(row, EXP_AVG, tl.float32, start, bounds)
-    v = load(row, EXP_AVG_SQ, tl.float32, start, bounds)
-    if AMSGRAD:
-        second = load(row, MAX_EXP_AVG_SQ, tl.float32, start, bounds)
-    if tl.load(s + SKIP) != 0:  # not before the loads: few steps are skipped
-        return
-
-    g = as_float(widen(g, G)) * scalar(s, GRAD_FACTOR)
-    if HAS_L2:
-        l2 = scalar(s, L2)
-        g = tl.where(l2 != 0, g + w * l2, g)
-    w = w * scalar(s, DECAY)
-    m = tl.where(tl.load(s + FROM_GRAD) != 0, g, m) + (g - m) * scalar(s, LERP)
-    v = v * scalar(s, SECOND) + g * scalar(s, ONE_MINUS_SECOND) * g
-    if AMSGRAD:
-        second = tl.where((v > second) | (v != v), v, second)  # settles NaN, and 0 against -0
-    else:
-        second = v
-    root = tl.div_rn(tl.sqrt_rn(second), scalar(s, BIAS_CORRECTION2_SQRT))
-    w += tl.div_rn(m * scalar(s, NEG_STEP_SIZE), root + scalar(s, EPSILON))
-    if COUNT is not None:  # registers to count with
-        _store_moments(row, start, bounds, m, v, second, AMSGRAD)
-    _finish(row, start, bounds, w, tl.load(s + EPOCH), counts, blocks, C, STRIDED, COUNT)
-    if COUNT is None:
-        _store_moments(row, start, bounds, m, v, second, AMSGRAD)
-
-
-@triton.jit
-def _store_moments(row, start, bounds, m, v, second, AMSGRAD: tl.constexpr):
-    store(row, EXP_AVG, tl.int32, start, bounds, canonical_nan(m))
-    store(row, EXP_AVG_SQ, tl.int32, start, bounds, canonical_nan(v))
-    if AMSGRAD:
-        store(row, MAX_EXP_AVG_SQ, tl.int32, start, bounds, canonical_nan(second))
-
-
-@triton.jit
-def _muon_momentum_kernel(segments, blocks, scalars, G: tl.constexpr):
-    row, start = find_block(segments, blocks)
-    s = scalars + tl.load(row + TENSOR) * SCALAR_COLUMNS
-    bounds = block_bounds(row, start)
-    g = load(row, GRAD, G, start, bounds)
-    buffer = load(row, MOMENTUM_BUFFER, tl.float32, start, bounds)
-    if tl.load(s + SKIP) != 0:
-        return
-
-    g = as_float(widen(g, G)) * scalar(s, GRAD_FACTOR)
-    buffer = tl.where(tl.load(s + FROM_GRAD) != 0, g, buffer) + (g - buffer) * scalar(s, LERP)
-    blended = (buffer - g) * scalar(s, BLEND)
-    update = tl.where(tl.load(s + FROM_BUFFER) != 0, buffer, g) + blended
-    store(row, MOMENTUM_BUFFER, tl.int32, start, bounds, canonical_nan(buffer))
-    store(row, UPDATE, tl.int16, start, bounds, narrow(nearest(update), tl.int16))
-
-
-@triton.jit
-def _muon_update_kernel(
-    segments, blocks, scalars, counts,
-    C: tl.constexpr, STRIDED: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    row, start = find_block(segments, blocks)
-    s = scalars + tl.load(row + TENSOR) * SCALAR_COLUMNS
-    bounds = block_bounds(row, start)
-    w = load(row, MASTER, tl.float32, start, bounds)
-    update = load(row, UPDATE, tl.int16, start, bounds)
-    if tl.load(s + SKIP) != 0:
-        return
-
-    w = w * scalar(s, DECAY) + as_float(widen(update, tl.int16)) * scalar(s, NEG_LR)
-    _finish(row, start, bounds, w, tl.load(s + EPOCH), counts, blocks, C, STRIDED, COUNT)
-
-
-@triton.jit(do_not_specialize=["size"])
-def _sample_kernel(addresses, out, size, C: tl.constexpr):
-    i = tl.program_id(0) * SCAN + tl.arange(0, SCAN)
-    live = i < size
-    address = tl.load(addresses + i, live, other=0)
-    x = tl.load(address.to(tl.pointer_type(C)), live, other=0)
-    tl.store(out + i, widen(x, C), live)
 
 
 def round_(batch: Batch) -> None:
@@ -320,22 +25,35 @@ def round_(batch: Batch) -> None:
     if not batch.masters:
         return
     with Launch(batch) as launch:
-        table, blocks, strided = launch.segments("containers", "masters")
-        arguments = (table, blocks, launch.tensors(), launch.epoch())
-        if len(blocks):
-            _round_kernel[(len(blocks),)](
-                *arguments, C=_patterns(batch.containers), STRIDED=strided, **launch.options()
+        table, maps = launch.segments("containers", "masters")
+        others = launch.tensors(), launch.epoch(), *launch.seed()
+        for blocks, kind in maps:
+            k.round_kernel[(len(blocks),)](
+                *(table, blocks, *others),
+                C=_patterns(batch.containers),
+                KIND=kind,
+                **launch.options(),
             )
+
+
+def canonical_(batch: Batch) -> None:
+    """See `reference.canonical_`."""
+    if not batch.masters:
+        return
+    with Launch(batch) as launch:
+        table, maps = launch.segments("masters")
+        for blocks, _ in maps:
+            k.canonical_kernel[(len(blocks),)](table, blocks, **launch.options())
 
 
 def flag_foreign(batch: Batch) -> Tensor:
     """See `reference.flag_foreign`."""
     flags = torch.zeros(len(batch.masters), dtype=torch.int32, device=batch.masters[0].device)
     with Launch(batch) as launch:
-        table, _, _ = launch.segments("containers", "masters")
-        arguments = (table, launch.tensors(), launch.epoch(), flags)
+        table, _ = launch.segments("containers", "masters")
+        arguments = table, launch.tensors(), launch.epoch(), flags, *launch.seed()
         if len(table):
-            _flag_kernel[(len(table),)](
+            k.flag_kernel[(len(table),)](
                 *arguments, C=_patterns(batch.containers), **launch.options()
             )
     return flags
@@ -345,12 +63,12 @@ def adopt_(batch: Batch, flags: Tensor) -> Tensor:
     """See `reference.adopt_`."""
     counts = torch.zeros(len(batch.masters), dtype=torch.int64, device=batch.masters[0].device)
     with Launch(batch) as launch:
-        table, blocks, strided = launch.segments("containers", "masters")
-        arguments = (table, len(table), launch.tensors(), launch.epoch(), flags, counts)
-        programs = min(launch.cores() * PROGRAMS_PER_CORE, len(blocks))
+        table, maps = launch.segments("containers", "masters")
+        arguments = table, len(table), launch.tensors(), launch.epoch(), flags, counts
+        programs = min(launch.cores() * PROGRAMS_PER_CORE, sum(len(blocks) for blocks, _ in maps))
         if programs:
-            _adopt_kernel[(programs,)](
-                *arguments, C=_patterns(batch.containers), STRIDED=strided, **launch.options()
+            k.adopt_kernel[(programs,)](
+                *arguments, *launch.seed(), C=_patterns(batch.containers), **launch.options()
             )
     return counts
 
@@ -361,21 +79,26 @@ def adam_(batch: Batch) -> None:
         return
     streams = ("containers", "masters", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
     with Launch(batch) as launch:
-        table, blocks, strided = launch.segments(*streams)
-        scalars = _prepare(launch, _prepare_adam_kernel)
-        if len(blocks):
-            _adam_kernel[(len(blocks),)](
-                table,
-                blocks,
-                scalars,
-                batch.counts,
+        table, maps = launch.segments(*streams)
+        scalars = _prepare(launch, k.prepare_adam_kernel)
+        hypers = cast(list[AdamHyper], launch.host.hypers)
+        for blocks, kind in maps:
+            k.adam_kernel[(len(blocks),)](
+                *(table, blocks, scalars, batch.counts, *launch.seed()),
                 C=_patterns(batch.containers),
                 G=_patterns(batch.grads),
                 AMSGRAD=bool(batch.max_exp_avg_sqs),
-                HAS_L2=any(not h.decoupled and h.weight_decay != 0 for h in batch.hypers),
-                STRIDED=strided,
+                HAS_L2=any(not h.decoupled and h.weight_decay != 0 for h in hypers),
+                FROM_GRAD=any(isinstance(h.beta1, Tensor) or 1 - h.beta1 >= 0.5 for h in hypers),
+                KIND=kind,
                 COUNT=_counting(batch),
-                **launch.options(_adam_registers(batch, strided)),
+                **launch.options(
+                    adam_registers(
+                        kind,
+                        amsgrad=bool(batch.max_exp_avg_sqs),
+                        counting=batch.counts is not None,
+                    )
+                ),
             )
 
 
@@ -384,10 +107,10 @@ def muon_momentum_(batch: Batch) -> None:
     if not batch.masters:
         return
     with Launch(batch) as launch:
-        table, blocks, _ = launch.segments("grads", "momentum_buffers", "updates")
-        scalars = _prepare(launch, _prepare_muon_kernel, ADVANCE=False)
-        if len(blocks):
-            _muon_momentum_kernel[(len(blocks),)](
+        table, maps = launch.segments("grads", "momentum_buffers", "updates")
+        scalars = _prepare(launch, k.prepare_muon_kernel, ADVANCE=False)
+        for blocks, _ in maps:
+            k.muon_momentum_kernel[(len(blocks),)](
                 table, blocks, scalars, G=_patterns(batch.grads), **launch.options()
             )
 
@@ -397,36 +120,32 @@ def muon_update_(batch: Batch) -> None:
     if not batch.masters:
         return
     with Launch(batch) as launch:
-        table, blocks, strided = launch.segments("containers", "masters", "updates")
-        scalars = _prepare(launch, _prepare_muon_kernel, ADVANCE=True)
-        if len(blocks):
-            _muon_update_kernel[(len(blocks),)](
-                table,
-                blocks,
-                scalars,
-                batch.counts,
+        table, maps = launch.segments("containers", "masters", "updates")
+        scalars = _prepare(launch, k.prepare_muon_kernel, ADVANCE=True)
+        for blocks, kind in maps:
+            k.muon_update_kernel[(len(blocks),)](
+                *(table, blocks, scalars, batch.counts, *launch.seed()),
                 C=_patterns(batch.containers),
-                STRIDED=strided,
+                KIND=kind,
                 COUNT=_counting(batch),
                 **launch.options(),
             )
 
 
 def sample(tensors: Sequence[Tensor], positions: Sequence[Tensor], cache: dict[Any, Any]) -> Tensor:
-    """See `reference.sample`. Not for a captured graph."""
-    device, pointers = tensors[0].device, [t.data_ptr() for t in tensors]
-    if cache.get("gpu sample", ((), None))[0] != pointers:
+    """See `reference.sample`."""
+    pointers, key = [t.data_ptr() for t in tensors], "gpu sample of"
+    if cache.get(key, ((), None))[0] != pointers:
         size = tensors[0].element_size()
         places = [p * size + a for p, a in zip(positions, pointers, strict=True)]
-        cache["gpu sample"] = pointers, torch.cat(places).to(device)
-    addresses = cache["gpu sample"][1]
-    out = torch.empty(addresses.numel(), dtype=torch.float32, device=device)
-    on_cpu = device.type == "cpu"
-    with nullcontext() if on_cpu else torch.accelerator.device_index(device.index):
-        programs = triton.cdiv(addresses.numel(), SCAN.value)
-        arguments = addresses, out.view(torch.int32), addresses.numel()
+        cache[key] = pointers, torch.cat(places)
+    with Tables(tensors[0].device, cache) as tables:
+        addresses = tables.table("gpu sample", cache[key][1])
+        out = torch.empty(len(addresses), dtype=torch.float32, device=addresses.device)
+        programs = triton.cdiv(len(addresses), k.SCAN.value)
+        arguments = addresses, out.view(torch.int32), len(addresses)
         if programs:
-            _sample_kernel[(programs,)](*arguments, C=_patterns(tensors))
+            k.sample_kernel[(programs,)](*arguments, C=_patterns(tensors))
     return out
 
 
@@ -440,11 +159,14 @@ def _prepare(launch: Launch, kernel: Any, **constants: bool) -> Tensor:
     return scalars
 
 
-def _adam_registers(batch: Batch, strided: bool) -> int:
-    if strided:
-        return REGISTERS
-    counting_amsgrad = batch.counts is not None and bool(batch.max_exp_avg_sqs)
-    return COUNTING_AMSGRAD_REGISTERS if counting_amsgrad else ADAM_REGISTERS
+def adam_registers(kind: int, *, amsgrad: bool, counting: bool) -> int:
+    """The bound that each variant of Adam's kernel needs in order not to spill.
+
+    Without one ptxas spills some variants in order to stay at 64 or 72.
+    """
+    if kind == SCATTERED.value:
+        return 144
+    return 80 + 16 * amsgrad + 8 * counting
 
 
 def _counting(batch: Batch) -> str | None:

@@ -19,14 +19,16 @@ from fc_optim.kernels.gpu_tables import (
     FIRST_BLOCK,
     FOUND_INF,
     GRAD_SCALE,
+    GROUPS,
     HYPER,
     HYPER_COLUMNS,
     INNER,
     MASTER,
     PARAM_ID,
     ROW_STRIDE,
+    RUN,
     SCALAR_COLUMNS,
-    SEED,
+    SCATTERED,
     SEGMENT_COLUMNS,
     SKIP,
     STEP,
@@ -40,6 +42,8 @@ LARGEST_BF16 = tl.constexpr(reference.LARGEST_BF16)
 INF = tl.constexpr(reference.INF)
 QUIET_NAN = tl.constexpr(reference.QUIET_NAN)
 SMALLEST_NORMAL = tl.constexpr(reference.SMALLEST_NORMAL)
+PHILOX_M0, PHILOX_M1 = tl.constexpr(reference.PHILOX_M0), tl.constexpr(reference.PHILOX_M1)
+PHILOX_W0, PHILOX_W1 = tl.constexpr(reference.PHILOX_W0), tl.constexpr(reference.PHILOX_W1)
 SAMPLE_MIX = tl.constexpr(batch.SAMPLE_MIX - 2**64)
 CHUNK_BITS, STRATUM_BITS = tl.constexpr(batch.CHUNK_BITS), tl.constexpr(batch.STRATUM_BITS)
 assert BLOCK.value == 1 << batch.CHUNK_BITS  # so that most programs count all of a block or nothing
@@ -83,10 +87,10 @@ def load(row, column: tl.constexpr, dtype: tl.constexpr, start, bounds):
     first, end, whole = bounds
     lane = tl.arange(0, BLOCK)
     if whole:
-        x = tl.load(_aligned(row, column, dtype) + (start + lane))
+        x = tl.load(_aligned(row, column, dtype) + start + lane)
     else:
         mask = (lane >= first) & (lane < end)
-        x = tl.load(pointer(row, column, dtype) + (start + lane), mask=mask, other=0)
+        x = tl.load(pointer(row, column, dtype) + start + lane, mask=mask, other=0)
     return x
 
 
@@ -95,10 +99,11 @@ def store(row, column: tl.constexpr, dtype: tl.constexpr, start, bounds, x):
     first, end, whole = bounds
     lane = tl.arange(0, BLOCK)
     if whole:
-        tl.store(_aligned(row, column, dtype) + (start + lane), x)
+        tl.store(_aligned(row, column, dtype) + start + lane, x)
     else:
-        mask = (lane >= first) & (lane < end)
-        tl.store(pointer(row, column, dtype) + (start + lane), x, mask=mask)
+        # The mask of `load` in other words: LLVM would keep that, in predicates that others lack.
+        mask = (lane - first).to(tl.uint32) < (end - first).to(tl.uint32)
+        tl.store(pointer(row, column, dtype) + start + lane, x, mask=mask)
 
 
 @triton.jit
@@ -109,33 +114,53 @@ def flat_index(row, slot):
 
 
 @triton.jit
-def _philox(row, g, t):
-    """The four words (uint32) of groups `g` of 8 elements, at dither epoch `t`."""
-    param_id = tl.load(row + PARAM_ID).to(tl.int32)
-    return tl.philox(tl.load(row + SEED), g.to(tl.int32), (g >> 32).to(tl.int32), param_id, t)
+def _product(x, m: tl.constexpr):
+    """The halves of a 32 x 32 -> 64 bit product: one instruction, where high and low are two."""
+    p = x.to(tl.uint64) * m
+    return (p >> 32).to(tl.uint32), p.to(tl.uint32)
 
 
 @triton.jit
-def draw_at(e, row, t):
+def _philox(row, seed, g, t):
+    """The four words (uint32) of groups `g` of 8 elements, at dither epoch `t`."""
+    c0, c1 = g.to(tl.uint32), (g >> 32).to(tl.uint32)
+    c2, c3 = tl.load(row + PARAM_ID).to(tl.uint32), t.to(tl.uint32)
+    k0, k1 = seed[0].to(tl.uint32), seed[1].to(tl.uint32)
+    for _ in tl.static_range(10):
+        high0, low0 = _product(c0, PHILOX_M0)
+        high1, low1 = _product(c2, PHILOX_M1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 = tl.add(k0, PHILOX_W0, sanitize_overflow=False)
+        k1 = tl.add(k1, PHILOX_W1, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def draw_at(e, row, seed, t):
     """The 16-bit random words (int32) of the elements with flat indices `e`: a Philox call each."""
-    c0, c1, c2, c3 = _philox(row, e >> 3, t)
+    c0, c1, c2, c3 = _philox(row, seed, e >> 3, t)
     low, high = tl.where((e & 2) != 0, c1, c0), tl.where((e & 2) != 0, c3, c2)
     word = tl.where((e & 4) != 0, high, low)
     return (tl.where((e & 1) != 0, word >> 16, word) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
-def draw(row, start, t, STRIDED: tl.constexpr):
-    """The 16-bit random words (int32) of a block: one Philox call for 8 elements if contiguous."""
-    if STRIDED:
-        return draw_at(flat_index(row, start + tl.arange(0, BLOCK)), row, t)
+def draw(row, start, seed, t, KIND: tl.constexpr):
+    """The 16-bit random words (int32) of a block of a segment of this kind."""
+    if KIND == SCATTERED:
+        return draw_at(flat_index(row, start + tl.arange(0, BLOCK)), row, seed, t)
     else:
         # A thread draws one group of 8, but holds 4 neighbours of each half of the block, so that
         # a warp's accesses are contiguous. Groups are numbered so that a warp draws for itself.
         warp = tl.arange(0, WARPS)[:, None, None] * 16
         half = tl.arange(0, 2)[None, :, None] * (BLOCK // 16)
-        g = ((tl.load(row + BASE) + start) >> 3) + (warp + half + tl.arange(0, 16)[None, None, :])
-        c0, c1, c2, c3 = _philox(row, g, t)
+        g = (start >> 3) + (warp + half + tl.arange(0, 16)[None, None, :])
+        if KIND == GROUPS:
+            width = tl.load(row + INNER) >> 3
+            r = (g.to(tl.int32) // width.to(tl.int32)).to(tl.int64)
+            g += r * ((tl.load(row + ROW_STRIDE) >> 3) - width)
+        g += tl.load(row + BASE) >> 3
+        c0, c1, c2, c3 = _philox(row, seed, g, t)
         words = tl.join(tl.join(c0, c2), tl.join(c1, c3))
         lanes = tl.join(words & 0xFFFF, words >> 16)  # [warp, half, group, 2, 2, 2]
         return tl.reshape(tl.permute(lanes, (1, 0, 2, 3, 4, 5)), (BLOCK,)).to(tl.int32)
@@ -268,7 +293,7 @@ def _is_counted(e):
 @triton.jit
 def count(
     row, start, bounds, bits, shadow, at,
-    C: tl.constexpr, STRIDED: tl.constexpr, COUNT: tl.constexpr,
+    C: tl.constexpr, KIND: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Add to `at` what a step does to a block: `reference.count_changes`, before the stores.
 
@@ -279,15 +304,15 @@ def count(
     live = (lane >= bounds[0]) & (lane < bounds[1])
     some = True
     if COUNT == "sampled":
-        if STRIDED:
-            live &= _is_counted(flat_index(row, start + lane))
-            some = tl.max(live.to(tl.int32), axis=0) != 0
-        else:  # a block lies in two chunks, or in one
+        if KIND == RUN:  # a block lies in two chunks, or in one
             e = tl.load(row + BASE) + start
             border = BLOCK - (e & (BLOCK - 1)).to(tl.int32)
             one, two = _is_counted(e), _is_counted(e + (BLOCK - 1))
             live &= ((lane < border) & one) | ((lane >= border) & two)
             some = one | two
+        else:
+            live &= _is_counted(flat_index(row, start + lane))
+            some = tl.max(live.to(tl.int32), axis=0) != 0
     if some:
         before = load(row, MASTER, tl.int32, start, bounds)
         words = widen(load(row, CONTAINER, C, start, bounds), C)

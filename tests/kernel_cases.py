@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,32 +24,38 @@ SPECIALS = [  # fp32 patterns
 ]  # fmt: skip
 
 
+VALUES: dict[str, tuple[Any, Any]] = {  # of keyword arguments of make_batch
+    "container": (torch.bfloat16, torch.float32),
+    "grad": (torch.bfloat16, torch.float32),
+    "amsgrad": (False, True),
+    "decoupled": (True, False),
+    "maximize": (False, True),
+    "epoch": (None, 7),
+    "weight_decay": (0.1, 0.0),
+    "grad_scale": (None, 1024.0),
+    "beta1": (0.9, 0.25),  # both branches of lerp
+    "tensor_lr": (False, True),
+}
+
+
 def _pairwise() -> list[dict[str, Any]]:
     """Six option sets in which every pair of options takes all four pairs of values.
 
     Kleitman and Spencer 1973: row 0 takes the first values; option k takes its second value in
     the k-th 3-subset of the other five rows. Two such subsets meet, and neither holds the other.
     """
-    options: dict[str, tuple[Any, Any]] = {
-        "container": (torch.bfloat16, torch.float32),
-        "grad": (torch.bfloat16, torch.float32),
-        "amsgrad": (False, True),
-        "decoupled": (True, False),
-        "maximize": (False, True),
-        "epoch": (None, 7),
-        "weight_decay": (0.1, 0.0),
-        "grad_scale": (None, 1024.0),
-        "beta1": (0.9, 0.25),  # both branches of lerp
-        "tensor_lr": (False, True),
-    }
-    rows = [{name: pair[0] for name, pair in options.items()} for _ in range(6)]
-    for (name, pair), subset in zip(options.items(), combinations(range(1, 6), 3), strict=True):
+    rows = [{name: pair[0] for name, pair in VALUES.items()} for _ in range(6)]
+    for (name, pair), subset in zip(VALUES.items(), combinations(range(1, 6), 3), strict=True):
         for row in subset:
             rows[row][name] = pair[1]
     return rows
 
 
-OPTIONS = _pairwise()  # keyword arguments of make_batch
+OPTIONS = _pairwise()
+# For what takes long, in an interpreter: two sets with every value, half of all pairs. The
+# others of `OPTIONS` are for `-m long`.
+FEW = [{name: pair[k] for name, pair in VALUES.items()} for k in (0, 1)]
+FEW_OR_LONG = [*FEW, *(pytest.param(o, marks=pytest.mark.long) for o in OPTIONS[1:])]
 
 
 def option_id(options: dict[str, Any]) -> str:

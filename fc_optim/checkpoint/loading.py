@@ -147,7 +147,7 @@ def _new_value(t: Target, key: str, value: Any, *, fused: bool) -> Any:
     if value is held and isinstance(value, Tensor):
         return value
     if key == "param_id":
-        return id_tensor(identity(t.name, value))
+        return id_tensor(identity(t.name, value) or 0)
     dtype = _COUNTS[key] if key == EPOCH or (key == "step" and fused) else None
     if dtype is not None:
         value = torch.as_tensor(value).detach().reshape(())

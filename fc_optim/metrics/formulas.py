@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fc_optim.kernels.reference import cast
+
 Weights = Tensor | Mapping[str, Tensor]
 
 _SMALLEST_ULP = 2.0**-133  # of bf16's subnormals
@@ -251,7 +253,7 @@ def effective_sample_size(log_weights: Tensor) -> float:
 
 
 def _bf16_words(x: Tensor) -> Tensor:
-    return x.detach().to(torch.bfloat16).contiguous().view(torch.int16)
+    return cast(x.detach(), torch.bfloat16).contiguous().view(torch.int16)
 
 
 def _named(weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -111,6 +111,12 @@ class _Plain(ParameterSource):
         wrapper = nn.parallel.DistributedDataParallel
         return [m.process_group for m in model.modules() if isinstance(m, wrapper)]
 
+    def rounds_forward(self, model: nn.Module | None, params: Sequence[Tensor]) -> str | None:
+        native = any(p.dtype == torch.bfloat16 for p in params)
+        if native and model is not None and self.replicas(model):
+            return "DistributedDataParallel would lose its hooks with the parameters' dtype"
+        return None
+
     def forward_dtype(self, module: nn.Module) -> torch.dtype | None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             return getattr(module.mixed_precision, "param_dtype", None)

@@ -38,9 +38,16 @@ def masters_in_model(weights: ServedWeights) -> Iterator[None]:
                     swapped.append((t, t.data))
                     t.data = t.data.float()
             versions = [t._version for t in masters]
-            yield
-            written = [e.identity.name for e, v in zip(entries, versions, strict=True)
-                       if e.param._version != v]  # fmt: skip
+            error = None
+            try:
+                yield
+            except BaseException as e:
+                error = e
+            written = [
+                e.identity.name
+                for e, v in zip(entries, versions, strict=True)
+                if e.param._version != v
+            ]
         finally:
             for t, data in swapped:
                 t.data = data
@@ -48,7 +55,9 @@ def masters_in_model(weights: ServedWeights) -> Iterator[None]:
         raise RuntimeError(
             f"masters_in_model(): the masters of {', '.join(written[:8])} were written inside. "
             "Call restore_weights() to serve them, or load_state_dict() to go back."
-        )
+        ) from error
+    if error is not None:
+        raise error
 
 
 def _check_forward(weights: ServedWeights) -> None:

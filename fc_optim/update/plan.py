@@ -62,6 +62,10 @@ class KernelCall:
         self.backend.round_(self.batch)
         self._write_back()
 
+    def canonical(self) -> None:
+        """In place: masters as they are stored, after somebody else computed them."""
+        self.backend.canonical_(self.batch)
+
     def flag_foreign(self) -> Tensor:
         """int32 `[entries]`: whether sampled elements are not their masters' shadow."""
         self.stage()

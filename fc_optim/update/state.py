@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fc_optim.kernels.reference import canonical_bits
+from fc_optim.kernels import reference
+from fc_optim.kernels.batch import Batch, Segment
 from fc_optim.params.registry import CONTAINER_DTYPES, Managed, check_dtype
 from fc_optim.params.sources import source_of, to_local
 from fc_optim.update.algorithms import algorithm_of
@@ -44,15 +45,16 @@ def on_grid(part: Tensor) -> bool:
     """Whether all values are bf16 values as a shadow has them, so that rounding changes none."""
     for chunk in part.reshape(-1).split(_CHUNK):
         bits = chunk.to(torch.float32).view(torch.int32)
-        if bool(((canonical_bits(bits) & -0x10000) != bits).any()):
+        if bool(((reference.canonical_bits(bits) & -0x10000) != bits).any()):
             return False
     return True
 
 
 def make_canonical(master: Tensor) -> None:
     """In place: NaNs and magnitudes as masters store them (see `reference.canonical_bits`)."""
-    bits = to_local(master).view(torch.int32)
-    bits.copy_(canonical_bits(bits))
+    part = to_local(master)
+    whole = [[Segment.whole(0, part.numel())]]
+    reference.canonical_(Batch([], [part], whole, [], seed=0, epoch=0))
 
 
 def id_tensor(param_id: int) -> Tensor:

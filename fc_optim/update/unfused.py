@@ -16,7 +16,7 @@ from fc_optim.params.registry import Managed
 from fc_optim.params.sources import source_of, to_local
 from fc_optim.update.base import inner_optimizers, own_attributes, released
 from fc_optim.update.plan import Context, check_grad, state_calls
-from fc_optim.update.state import EPOCH, MASTER, make_canonical
+from fc_optim.update.state import EPOCH, MASTER
 
 Groups = Sequence[dict[str, Any]]
 State = dict[Any, dict[str, Any]]
@@ -93,8 +93,8 @@ class BaseStep:
             return result
         finally:
             given.drop()
-            for e in entries:
-                make_canonical(e.state[MASTER])
+            for call in state_calls(context, entries):
+                call.canonical()
 
     def _on_shadow(
         self, closure: Callable[..., Any], context: Context, given: "_Gradients"
@@ -306,8 +306,6 @@ def _assign(param: Tensor, value: Tensor) -> None:
 
 def _publish(context: Context, entries: Iterable[Managed]) -> None:
     """containers <- stochastic rounding of the masters, made canonical first."""
-    entries = list(entries)
-    for e in entries:
-        make_canonical(e.state[MASTER])
     for call in state_calls(context, entries):
+        call.canonical()
         call.round()

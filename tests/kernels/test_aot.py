@@ -4,6 +4,7 @@ The compiler runs in a process of its own (this file, as a script), since the te
 have triton in its interpreter.
 """
 
+import functools
 import heapq
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +21,30 @@ import pytest
 TARGETS = (80, 90, 100)
 PER_THREAD = 8  # elements
 SILENT = {"counts": None, "COUNT": None}  # without metrics; else `counts` is a pointer
-ADAM = {"AMSGRAD": False, "HAS_L2": False, "STRIDED": False, **SILENT}
-AMSGRAD = {"AMSGRAD": True, "HAS_L2": True}
+ADAM = {"AMSGRAD": False, "HAS_L2": False, "FROM_GRAD": False, "KIND": 0, **SILENT}
+AMSGRAD = {"AMSGRAD": True, "HAS_L2": True, "FROM_GRAD": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("_adam_kernel", {"C": "int16", "G": "int32", **ADAM}),
-    "adamw, bf16 grads": ("_adam_kernel", {"C": "int16", "G": "int16", **ADAM}),
+    "adamw": ("adam_kernel", {"C": "int16", "G": "int32", **ADAM}),
+    "adamw, bf16 grads": ("adam_kernel", {"C": "int16", "G": "int16", **ADAM}),
     "adam, amsgrad, grid": (
-        "_adam_kernel",
+        "adam_kernel",
         {"C": "int32", "G": "int32", **ADAM, **AMSGRAD},
     ),
-    "adamw, boxes": ("_adam_kernel", {"C": "int16", "G": "int32", **ADAM, "STRIDED": True}),
-    "muon momentum": ("_muon_momentum_kernel", {"G": "int32"}),
-    "muon momentum, bf16 grads": ("_muon_momentum_kernel", {"G": "int16"}),
-    "muon update": ("_muon_update_kernel", {"C": "int16", "STRIDED": False, **SILENT}),
-    "muon update, grid": ("_muon_update_kernel", {"C": "int32", "STRIDED": False, **SILENT}),
-    "round": ("_round_kernel", {"C": "int16", "STRIDED": False}),
-    "prepare adam": ("_prepare_adam_kernel", {}),
-    "prepare muon": ("_prepare_muon_kernel", {"ADVANCE": True}),
-    "flag": ("_flag_kernel", {"C": "int16"}),
-    "adopt": ("_adopt_kernel", {"C": "int16", "STRIDED": False}),
+    "adamw, boxes": ("adam_kernel", {"C": "int16", "G": "int32", **ADAM, "KIND": 2}),
+    "adamw, shards of columns": (
+        "adam_kernel",
+        {"C": "int16", "G": "int32", **ADAM, "KIND": 1},
+    ),
+    "muon momentum": ("muon_momentum_kernel", {"G": "int32"}),
+    "muon momentum, bf16 grads": ("muon_momentum_kernel", {"G": "int16"}),
+    "muon update": ("muon_update_kernel", {"C": "int16", "KIND": 0, **SILENT}),
+    "muon update, grid": ("muon_update_kernel", {"C": "int32", "KIND": 0, **SILENT}),
+    "round": ("round_kernel", {"C": "int16", "KIND": 0}),
+    "prepare adam": ("prepare_adam_kernel", {}),
+    "prepare muon": ("prepare_muon_kernel", {"ADVANCE": True}),
+    "flag": ("flag_kernel", {"C": "int16"}),
+    "adopt": ("adopt_kernel", {"C": "int16"}),
+    "canonical": ("canonical_kernel", {}),
 }
 for _mode in ("sampled", "all"):
     VARIANTS |= {
@@ -50,6 +57,8 @@ for _mode in ("sampled", "all"):
             *("muon update", "muon update, grid"),
         )
     }
+FEW = {name for name in VARIANTS if "metrics" not in name and "grid" not in name}
+FEW |= {"adam, amsgrad, grid", "adamw, metrics sampled", "muon update, metrics sampled"}
 STREAMS = {  # 128-bit loads and stores, 64-bit stores: two of each for every stream of that width
     "adamw": (8, 6, 2),
     "adamw, bf16 grads": (6, 6, 2),
@@ -72,18 +81,19 @@ POINTERS = {
 }
 
 
-def compile_all(capability: int) -> dict[str, dict[str, Any]]:
-    """Assembly and resources of every variant."""
+def compile_all(capability: int, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Assembly and resources of these variants."""
     import triton  # type: ignore[import-untyped]
     import triton.language as tl  # type: ignore[import-untyped]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
-    from fc_optim.kernels import gpu, gpu_tables
+    from fc_optim.kernels import gpu, gpu_kernels, gpu_tables
 
     results = {}
-    for name, (kernel_name, options) in VARIANTS.items():
-        kernel = getattr(gpu, kernel_name)
+    for name in names:
+        kernel_name, options = VARIANTS[name]
+        kernel = getattr(gpu_kernels, kernel_name)
         constants = {
             (kernel.arg_names.index(k),): getattr(tl, x) if k in ("C", "G") else x
             for k, x in options.items()
@@ -92,9 +102,11 @@ def compile_all(capability: int) -> dict[str, dict[str, Any]]:
             k: "constexpr" if k in options else POINTERS.get(k, "i32") for k in kernel.arg_names
         }
         registers = gpu_tables.REGISTERS
-        if kernel_name == "_adam_kernel" and not options["STRIDED"]:
-            counting = options["AMSGRAD"] and options["COUNT"]
-            registers = gpu.COUNTING_AMSGRAD_REGISTERS if counting else gpu.ADAM_REGISTERS
+        if kernel_name == "adam_kernel":
+            counting = options["COUNT"] is not None
+            registers = gpu.adam_registers(
+                options["KIND"], amsgrad=options["AMSGRAD"], counting=counting
+            )
         compiled = triton.compile(
             ASTSource(kernel, signature, constants),
             target=GPUTarget("cuda", capability, 32),
@@ -128,7 +140,7 @@ def launch_all() -> dict[str, int]:
     from kernel_cases import make_batch, make_muon_batch
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 
-    from fc_optim.kernels import gpu
+    from fc_optim.kernels import gpu, gpu_kernels
 
     class Driver:
         def get_current_target(self) -> Any:
@@ -141,7 +153,7 @@ def launch_all() -> dict[str, int]:
             return 0
 
     triton.runtime.driver.set_active(Driver())
-    kernel_type: Any = type(gpu._adam_kernel)
+    kernel_type: Any = type(gpu_kernels.adam_kernel)
     run = kernel_type.run
     kernel_type.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
     for sizes in ([1], [16, 17], [3] * 300):
@@ -150,6 +162,7 @@ def launch_all() -> dict[str, int]:
             batch = make_batch(sizes, step=step, lr=step, **options)
             gpu.adam_(batch)
             gpu.round_(batch)
+            gpu.canonical_(batch)
             gpu.flag_foreign(batch)
             gpu.adopt_(batch, torch.zeros(len(sizes) + 1, dtype=torch.int32)[1:])
             matrices = make_muon_batch(sizes, step=step, lr=step, nesterov=step == 0, **options)
@@ -159,26 +172,40 @@ def launch_all() -> dict[str, int]:
                 b.counts = torch.zeros(len(sizes), 4, dtype=torch.int64)
                 function(b)
     names = {kernel for kernel, _ in VARIANTS.values()}
-    return {name: len(getattr(gpu, name).device_caches[0][0]) for name in names}
+    return {name: len(getattr(gpu_kernels, name).device_caches[0][0]) for name in names}
 
 
-def run_apart(job: str) -> dict[str, Any]:
-    """What this file prints as a script, in a process without triton's interpreter."""
+@functools.cache
+def run_apart(*job: str) -> dict[str, Any]:
+    """What this file prints as a script, in a process without triton's interpreter: once a job."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
     with tempfile.TemporaryDirectory() as cache:
         env["TRITON_CACHE_DIR"] = cache
         done = subprocess.run(
-            [sys.executable, __file__, job], env=env, capture_output=True, text=True
+            [sys.executable, __file__, *job], env=env, capture_output=True, text=True
         )
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads(done.stdout)
     return results
 
 
-@pytest.fixture(scope="module", params=TARGETS, ids=lambda x: f"sm_{x}")
+def variants(names: Iterable[str]) -> list[Any]:
+    """Those of FEW for one GPU, and (`-m long`) all of them for all."""
+    cases = [pytest.param("90 few", name, id=f"sm_90-{name}") for name in names if name in FEW]
+    for target in TARGETS:
+        marks, prefix = pytest.mark.long, f"all of sm_{target}"
+        cases += [pytest.param(f"{target} all", n, id=f"{prefix}-{n}", marks=marks) for n in names]
+    return cases
+
+
+def each_variant(names: Iterable[str]) -> Any:
+    return pytest.mark.parametrize(("compiled", "name"), variants([*names]), indirect=["compiled"])
+
+
+@pytest.fixture
 def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    return run_apart(str(request.param))
+    return run_apart(*request.param.split())
 
 
 def instructions(sass: str) -> list[tuple[int, str]]:
@@ -233,13 +260,13 @@ def _parse(text: str) -> tuple[str, str, str]:
     return match[1] or "", match[2], match[3]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@each_variant(VARIANTS)
 def test_no_spills_and_no_stack(compiled: dict[str, dict[str, Any]], name: str) -> None:
     assert re.search(r"STACK:0 .*LOCAL:0\b", compiled[name]["resources"])
     assert count(compiled[name]["sass"], r"\b(LDL|STL)\b") == 0
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@each_variant(STREAMS)
 def test_accesses_are_wide(compiled: dict[str, dict[str, Any]], name: str) -> None:
     sass = compiled[name]["sass"]
     loads, stores, halves = STREAMS[name]
@@ -248,36 +275,35 @@ def test_accesses_are_wide(compiled: dict[str, dict[str, Any]], name: str) -> No
     assert count(sass, r"STG\.E\.64") == halves
 
 
-@pytest.mark.parametrize(
-    "name, whole, path",
-    [
-        ("adamw", 150, 86),
-        ("adamw, bf16 grads", 150, 86),
-        ("muon momentum", 55, 34),
-        ("muon momentum, bf16 grads", 55, 34),
-        ("muon update", 64, 43),
-        ("round", 50, 36),
-    ],
-)
-def test_instructions_per_element(
-    compiled: dict[str, dict[str, Any]], name: str, whole: float, path: float
-) -> None:
-    """Of the kernel with its slow paths, and on the way of a block that needs none of them."""
+LENGTHS = {  # of the kernel with its slow paths, and of the way of a block that needs none of them
+    "adamw": (150, 86),
+    "adamw, bf16 grads": (150, 86),
+    "adamw, shards of columns": (155, 92),
+    "muon momentum": (55, 34),
+    "muon momentum, bf16 grads": (55, 34),
+    "muon update": (64, 43),
+    "round": (50, 36),
+}
+
+
+@each_variant(LENGTHS)
+def test_instructions_per_element(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    whole, path = LENGTHS[name]
     sass = compiled[name]["sass"]
     assert len(instructions(sass)) <= whole * PER_THREAD
     assert shortest_path(sass) <= path * PER_THREAD
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@each_variant(VARIANTS)
 def test_every_operation_rounds_once(compiled: dict[str, dict[str, Any]], name: str) -> None:
     """No FMA, no flush to zero, and no operation that ptxas may contract (those without `.rn`)."""
     ptx = compiled[name]["ptx"]
     assert "fma." not in ptx and ".ftz" not in ptx and ".approx" not in ptx
     assert not re.search(r"\b(add|sub|mul)\.f(32|64)", ptx)
     needed = {
-        "_adam_kernel": ("div.rn.f32", "sqrt.rn.f32"),
-        "_prepare_adam_kernel": ("div.rn.f64", "sqrt.rn.f64"),
-        "_prepare_muon_kernel": ("div.rn.f64",),
+        "adam_kernel": ("div.rn.f32", "sqrt.rn.f32"),
+        "prepare_adam_kernel": ("div.rn.f64", "sqrt.rn.f64"),
+        "prepare_muon_kernel": ("div.rn.f64",),
     }
     for operation in needed.get(VARIANTS[name][0], ()):
         assert operation in ptx
@@ -286,11 +312,14 @@ def test_every_operation_rounds_once(compiled: dict[str, dict[str, Any]], name: 
 def test_one_compilation_per_kernel() -> None:
     """Over steps, rates, epochs, seeds, and batches of 1, 2 and 300 tensors."""
     expected = {name: 1 for name, _ in VARIANTS.values()}
-    expected["_prepare_muon_kernel"] = 2  # one for the momentum, one for the update
-    expected |= {"_adam_kernel": 2, "_muon_update_kernel": 2}  # with metrics and without
+    expected["prepare_muon_kernel"] = 2  # one for the momentum, one for the update
+    expected |= {"adam_kernel": 2, "muon_update_kernel": 2}  # with metrics and without
     assert run_apart("launch") == expected
 
 
 if __name__ == "__main__":
-    job = sys.argv[1]
-    json.dump(launch_all() if job == "launch" else compile_all(int(job)), sys.stdout)
+    if sys.argv[1] == "launch":
+        json.dump(launch_all(), sys.stdout)
+    else:
+        target, which = sys.argv[1:]
+        json.dump(compile_all(int(target), FEW if which == "few" else VARIANTS), sys.stdout)

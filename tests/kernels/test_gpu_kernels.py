@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import (
+    FEW_OR_LONG,
     OPTIONS,
     assert_same_bits,
+    bits_of,
     clone_batch,
     make_batch,
     make_muon_batch,
@@ -19,13 +21,14 @@ from kernel_cases import (
 )
 from torch import Tensor
 
-from fc_optim.kernels import gpu, gpu_tables, reference
+from fc_optim.kernels import gpu, gpu_kernels, gpu_tables, reference
 from fc_optim.kernels.batch import AdamHyper, Batch, MuonHyper, Segment
 
 # The interpreter computes with numpy, which warns of every overflow and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+few_or_long = pytest.mark.parametrize("options", FEW_OR_LONG, ids=option_id)
 SIZES = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 64, 255, 1000, 1023, 1024, 1025, 1031, 2048, 3001]
 
 
@@ -45,16 +48,11 @@ def misaligned(x: Tensor) -> Tensor:
     return torch.cat((x[:1], x))[1:]
 
 
-def segments_of(batch: Batch) -> str:
-    """The name of the one table with gradients."""
-    (name,) = (k for k in batch.cache if k.startswith("gpu segments") and "grads" in k)
-    return name
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=option_id)
-def test_adam_and_round_equal_the_reference(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.long)])
+@few_or_long
+def test_adam_and_round_equal_the_reference(options: dict[str, Any], steps: int) -> None:
     a, b = pair(make_batch(SIZES, **options))
-    for step in range(20):
+    for step in range(steps):
         refresh_grads([a, b], step)
         run(a, b)
         assert_same_bits(a, b)
@@ -69,7 +67,7 @@ def test_every_size_up_to_70() -> None:
     assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=option_id)
+@few_or_long
 def test_special_values(options: dict[str, Any]) -> None:
     a, b = pair(sow_specials(make_batch([9, 2500], **options)))
     run(a, b, function="round_")
@@ -88,9 +86,15 @@ BOXES = [  # column shards, empty shards, and runs among them
     [Segment(9, 19, 1, 1030, 0)],
     [Segment(10, 0, 3, 0, 5), Segment(11, 0, 0, 4, 5), Segment(12, 9, 1100, 1, 17)],
 ]
+KINDS = [  # all three in one batch: column shards by groups of 8, rows that are one run, any others
+    [Segment(7, 8, 30, 72, 240), Segment(8, 2**35 + 64, 5, 8, 2**34, offset=2160)],
+    [Segment(9, 19, 40, 33, 33), Segment(10, 3, 2, 5, 8, offset=1320)],
+    [Segment(11, 16, 3, 1024, 2048), Segment(12, 16, 9, 16, 20, offset=3072)],
+]
+PLACES = pytest.mark.parametrize("segments", [RUNS, BOXES, KINDS], ids=["runs", "boxes", "kinds"])
 
 
-@pytest.mark.parametrize("segments", [RUNS, BOXES], ids=["runs", "boxes"])
+@PLACES
 @pytest.mark.parametrize("container", [torch.bfloat16, torch.float32], ids=str)
 def test_segments(segments: list[Sequence[Segment]], container: torch.dtype) -> None:
     sizes = [max(s.offset + s.numel for s in x) for x in segments]
@@ -101,6 +105,34 @@ def test_segments(segments: list[Sequence[Segment]], container: torch.dtype) -> 
     check_adoption(a, b, foreign)
 
 
+def test_each_kind_of_segment_has_its_own_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of columns slows no other segment down, and draws once for 8 elements if it can."""
+    sizes = [max(s.offset + s.numel for s in x) for x in KINDS]
+    a, b = pair(make_batch(sizes, segments=KINDS))
+    names = ("adam_kernel", "round_kernel", "canonical_kernel")
+    launches = {name: Launches(getattr(gpu_kernels, name)) for name in names}
+    for name, kernel in launches.items():
+        monkeypatch.setattr(gpu_kernels, name, kernel)
+    for function in ("adam_", "round_", "canonical_"):
+        run(a, b, function=function)
+        assert_same_bits(a, b)
+    runs, groups, scattered = (x.value for x in gpu_tables.KINDS)
+    for name in names[:2]:
+        programs = {kwargs["KIND"]: grid for grid, _, kwargs in launches[name].calls}
+        assert programs == {runs: (2,), groups: (3 + 1 + 3,), scattered: (1 + 1,)}
+        assert len(launches[name].calls) == 3
+
+
+def test_masters_are_made_canonical() -> None:
+    a, b = pair(sow_specials(make_batch([0, 9, 2500, 1024])))
+    for x in (a, b):
+        x.containers = x.grads = x.epochs = x.steps = []
+    run(a, b, function="canonical_")
+    assert_same_bits(a, b)
+    for master in b.masters:
+        assert torch.equal(reference.canonical_bits(bits_of(master)), bits_of(master))
+
+
 def test_unaligned_tensors() -> None:
     batch = make_batch([2048, 2048, 5], amsgrad=True)
     a, b = pair(batch)
@@ -108,7 +140,7 @@ def test_unaligned_tensors() -> None:
     b.containers[1] = misaligned(b.containers[1])
     run(a, b)
     assert_same_bits(a, b)
-    table = b.cache[segments_of(b)][1]
+    table = b.cache["gpu segments"].table
     assert table[:, gpu_tables.ALIGNED.value].tolist() == [0, 0, 1]
     run(a, b, function="round_")
     assert_same_bits(a, b)
@@ -206,20 +238,21 @@ class Launches:
         return launch
 
 
-def test_one_launch_for_310_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(gpu._adam_kernel)
-    monkeypatch.setattr(gpu, "_adam_kernel", launches)
-    a, b = pair(make_batch([1 + i % 16 for i in range(310)]))
+@pytest.mark.parametrize("tensors", [40, pytest.param(310, marks=pytest.mark.long)])
+def test_one_launch_for_many_tensors(monkeypatch: pytest.MonkeyPatch, tensors: int) -> None:
+    launches = Launches(gpu_kernels.adam_kernel)
+    monkeypatch.setattr(gpu_kernels, "adam_kernel", launches)
+    a, b = pair(make_batch([1 + i % 16 for i in range(tensors)]))
     run(a, b)
-    assert [grid for grid, _, _ in launches.calls] == [(310,)]
+    assert [grid for grid, _, _ in launches.calls] == [(tensors,)]
     assert_same_bits(a, b)
 
 
 def test_steps_and_rates_change_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a launch passes by value differs between steps (`test_aot` covers the rest)."""
-    adam, prepare = Launches(gpu._adam_kernel), Launches(gpu._prepare_adam_kernel)
-    monkeypatch.setattr(gpu, "_adam_kernel", adam)
-    monkeypatch.setattr(gpu, "_prepare_adam_kernel", prepare)
+    adam, prepare = Launches(gpu_kernels.adam_kernel), Launches(gpu_kernels.prepare_adam_kernel)
+    monkeypatch.setattr(gpu_kernels, "adam_kernel", adam)
+    monkeypatch.setattr(gpu_kernels, "prepare_adam_kernel", prepare)
     a, b = pair(make_batch([1, 17]))
     for step in range(20):
         hyper = AdamHyper(step * 1e-3, 0.9, 0.99, 1e-8, step * 0.1, True, False)
@@ -247,41 +280,11 @@ def test_a_tensor_rate_is_read_on_the_device() -> None:
     assert_same_bits(a, b)
 
 
-def test_captured_tables_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pointers are never overwritten; what a capture makes is kept and does not enter the cache."""
-    batch = clone_batch(make_batch([5, 17]), DEVICE)
-    gpu.adam_(batch)
-    tables = [(batch.cache, k) for k in ("gpu tensors", "gpu hypers")]
-    tables += [(batch.shared, "gpu epoch"), (batch.cache, segments_of(batch))]
-    before = [known[name][1] for known, name in tables]
-    values = [x.clone() for x in before]
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu_tables, "_is_capturing", lambda device: True)
-        batch.grads = [x.clone() for x in batch.grads]
-        batch.hypers = [replace(h, lr=0.5) for h in batch.hypers]
-        gpu.adam_(batch)
-    assert all(known[name][1] is x for (known, name), x in zip(tables, before, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(before, values, strict=True))
-    (kept,) = batch.cache["gpu captured"]
-    tensors, rates, epoch, segments = ([x is y for y in kept].count(True) for x in before)
-    assert tensors == epoch == 1 and rates == segments == 0  # as `lr` and the gradients are new
-    batch.epoch = 9
-    gpu.adam_(batch)
-    assert torch.equal(before[3], values[3]) and batch.cache[segments_of(batch)][1] is not before[3]
-    assert before[1][0, 0].item() == 0.5 and before[2].item() == 9
-
-
-def test_a_redraw_reaches_other_batches_of_the_optimizer() -> None:
-    """`round_` in a new epoch overwrites the epoch that a captured `adam_` reads."""
-    batch = clone_batch(make_batch([5], epoch=1), DEVICE)
-    gpu.adam_(batch)
-    table = batch.shared["gpu epoch"][1]
-    gpu.round_(replace(batch, epoch=2, cache={}))
-    assert table.item() == 2 and batch.shared["gpu epoch"][1] is table
-
-
 MUON_CASES = [  # each pair of momentum and Nesterov with one of the pairwise sets of the rest
-    {**options, "momentum": momentum, "nesterov": nesterov}
+    pytest.param(
+        {**options, "momentum": momentum, "nesterov": nesterov},
+        marks=() if (momentum, nesterov) in ((0.95, True), (0.3, False)) else pytest.mark.long,
+    )
     for options, (momentum, nesterov) in zip(
         OPTIONS, product((0.95, 0.3, 0.0), (True, False)), strict=True
     )
@@ -346,7 +349,7 @@ def test_a_zero_rate_keeps_the_sign_of_zero() -> None:
         assert b.masters[0].signbit().all()
 
 
-@pytest.mark.parametrize("segments", [RUNS, BOXES], ids=["runs", "boxes"])
+@PLACES
 @pytest.mark.parametrize("container", [torch.bfloat16, torch.float32], ids=str)
 def test_muon_segments(segments: list[Sequence[Segment]], container: torch.dtype) -> None:
     sizes = [max(s.offset + s.numel for s in x) for x in segments]
@@ -382,7 +385,7 @@ def test_muon_reads_a_tensor_rate_on_the_device() -> None:
             hypers = enumerate(x.muon_hypers)
             x.muon_hypers = [replace(h, lr=rates[i // 2 % 2]) for i, h in hypers]
         check_muon(a, b)
-    assert len(b.cache["gpu hypers"][1]) == 4  # equal ones share a row, whatever the objects
+    assert len(b.cache["gpu hypers"].table) == 4  # equal ones share a row, whatever the objects
     a.muon_hypers = b.muon_hypers = [replace(h, lr=0.0) for h in a.muon_hypers]
     check_muon(a, b)
 
@@ -395,10 +398,10 @@ def test_muon_with_nothing_to_do() -> None:
 
 
 def test_muon_launches_once_and_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("_prepare_muon_kernel", "_muon_momentum_kernel", "_muon_update_kernel")
-    launches = {name: Launches(getattr(gpu, name)) for name in names}
+    names = ("prepare_muon_kernel", "muon_momentum_kernel", "muon_update_kernel")
+    launches = {name: Launches(getattr(gpu_kernels, name)) for name in names}
     for name, kernel in launches.items():
-        monkeypatch.setattr(gpu, name, kernel)
+        monkeypatch.setattr(gpu_kernels, name, kernel)
     a, b = pair(make_muon_batch([1 + i for i in range(20)]))
     for step in range(3):
         hyper = MuonHyper(step * 1e-3, step * 0.4, step == 1, step * 0.1, 1.0 + step)

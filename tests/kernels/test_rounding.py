@@ -192,6 +192,18 @@ def test_bad_arguments_are_named(change, error, match):
         fc_optim.stochastic_round(arguments.pop("x"), **arguments)
 
 
+def test_masters_are_made_canonical_in_pieces(monkeypatch):
+    """What is made on the way does not grow with a parameter: the largest embedding has room."""
+    sizes, canonical_bits = [], reference.canonical_bits
+    monkeypatch.setattr(
+        reference, "canonical_bits", lambda x: sizes.append(x.numel()) or canonical_bits(x)
+    )
+    x = torch.full((1 << 20,), torch.inf).neg_().add_(torch.inf)
+    reference.canonical_(Batch([], [x], [[Segment.whole(0, x.numel())]], [], seed=0, epoch=0))
+    assert x.view(torch.int32).unique().tolist() == [0x7FC00000]
+    assert sum(sizes) == x.numel() and max(sizes) <= reference.CHUNK
+
+
 def test_the_nearest_bf16_is_torchs_and_nan_is_one_word():
     high = torch.arange(2**16).repeat_interleave(6) << 16
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]).repeat(2**16)

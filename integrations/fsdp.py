@@ -28,8 +28,9 @@ class _FSDP(ParameterSource):
 
     def shape(self, param: Any, name: str) -> torch.Size:
         raise TypeError(
-            f"parameter {name!r} is flat under FullyShardedDataParallel, which hides its shape: "
-            "take what needs shapes from the model before it is wrapped."
+            f"parameter {name!r} is flattened by FullyShardedDataParallel, which hides its shape: "
+            "Muon, which needs whole matrices, needs fully_shard (FSDP2); other shapes are to be "
+            "taken from the model before it is wrapped."
         )
 
     def layout(self, param: Any, name: str) -> Layout:

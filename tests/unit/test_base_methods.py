@@ -495,6 +495,23 @@ def test_what_there_is_not_is_an_attribute_error():
         opt._private  # noqa: B018
 
 
+@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_looks_nothing_up_in_the_base(base, monkeypatch):
+    """Attributes that the class lacks are looked for in it, which costs as much as a small step."""
+    model = tiny()
+    opt = FairCastOptimizer(base, model.parameters(), lr=1e-2)
+    asked: list[str] = []
+
+    def count(self, name):
+        asked.append(name)
+        raise AttributeError(name)
+
+    monkeypatch.setattr(FairCastOptimizer, "__getattr__", count)
+    train(model, opt, 2)
+    assert asked == []
+    assert not hasattr(opt, "rho") and asked == ["rho"]
+
+
 def test_the_wrapped_instance_has_no_methods_any_more():
     base = schedulefree.AdamWScheduleFree(tiny().parameters())
     opt = FairCastOptimizer(base)

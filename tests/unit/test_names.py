@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import fc_optim
-from fc_optim import FairCastAdamW, muon_param_groups, param_id
+from fc_optim import FairCastAdamW, FairCastMuon, muon_param_groups, param_id
 from fc_optim.params import unnamed
 from fc_optim.params.modules import named_modules, named_parameters
 from fc_optim.params.registry import Registry
@@ -216,6 +216,14 @@ def test_muon_groups_refuse_flattened_parameters_by_name(group, original):
     name = "0.weight, 0.bias" if original else "_flat_param"
     with pytest.raises(TypeError, match=f"{name}.* flattened by FullyShardedDataParallel"):
         muon_param_groups(flat)
+
+
+def test_muon_refuses_a_flattened_parameter_whatever_shape_it_shows(group):
+    net = FullyShardedDataParallel(
+        nn.Linear(4, 4, bias=False), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    with pytest.raises(TypeError, match="weight' is flattened by FullySharded.*fully_shard"):
+        FairCastMuon(net.named_parameters(), lr=1e-3)
 
 
 # ---- No names

@@ -1,5 +1,6 @@
 """Packaging: what importing pulls in, what an installation holds, what the names shadow."""
 
+import ast
 import importlib
 import shutil
 import subprocess
@@ -75,6 +76,15 @@ def test_modules_come_through_the_package():
 
     assert batch.__name__ == "fc_optim.kernels.batch"
     assert reference.Batch is batch.Batch
+
+
+def test_test_files_import_no_test_file():
+    """What several share is in a file that is no test; so tests can move and be split."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            found = [getattr(node, "module", None) or ""] * isinstance(node, ast.ImportFrom)
+            found += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.startswith("test_") for name in found), (file, found)
 
 
 def test_version_and_type_marker():

@@ -387,7 +387,9 @@ class FairCastOptimizer(Optimizer):
         self.weights.check_unwritten("state_dict()")
         for group in self.param_groups:
             self.weights.stamp(group)
-        return checkpoint.add_names(self.weights, super().state_dict())
+        return checkpoint.add_names(
+            self.weights, checkpoint.plain_epochs(self.weights, super().state_dict())
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -293,8 +293,8 @@ def _settle(weights: ServedWeights, entries: list[Managed]) -> None:
     for e in entries:
         identities[e.param].ids = e.identity.ids
     weights.registry.changes += 1
-    for e in weights.entries():
-        e.identity.has_master = MASTER in e.state
+    for p, identity_ in identities.items():  # of frozen ones too
+        identity_.has_master = MASTER in weights.state.get(p, {})
     loaded = weights.with_master()
     weights.registry.find_layouts(loaded)
     weights.wrote([e for e in loaded if not e.param.is_meta])

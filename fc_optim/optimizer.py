@@ -420,7 +420,9 @@ class FairCastOptimizer(Optimizer):
         self.weights.check_unwritten("state_dict()")
         for group in self.param_groups:
             self.weights.stamp(group)
-        return checkpoint.add_names(self.weights, super().state_dict())
+        return checkpoint.add_names(
+            self.weights, checkpoint.plain_epochs(self.weights, super().state_dict())
+        )
 
     @eager
     @torch.inference_mode(False)

@@ -72,7 +72,7 @@ class ServedWeights:
         self._agreed = False
         self._entries: list[Managed] = []
         self._members: list[object] | None = None
-        self._addresses: list[int] = []
+        self._addresses: list[object] = []
         self._plan: Plan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,6 +98,8 @@ class ServedWeights:
         """The parameters under management, in group order. The same list while nothing changed."""
         members = self._read_members()
         if members != self._members or self._read_addresses() != self._addresses:
+            for group in self.groups:  # parameters that were swapped have forgotten it
+                self.want_fp32_grads(group)
             self._entries = self.registry.managed(self.groups, self.state)
             self._members, self._addresses = members, self._read_addresses()
         return self._entries
@@ -105,12 +107,14 @@ class ServedWeights:
     def _read_members(self) -> list[object]:
         state, read = self.state, list[object]()
         for g in self.groups:
-            read += (id(g), g["served_dtype"], g["algorithm"], g.get("amsgrad"), len(g["params"]))
-            for p in g["params"]:
+            read += (id(g), g["served_dtype"], g["algorithm"], g.get("amsgrad"))
+        for params in self.registry.tensors(self.groups):
+            read.append(len(params))
+            for p in params:
                 read += (id(p), p.requires_grad, id(state.get(p)))
         return [*read, self.registry.changes]
 
-    def _read_addresses(self) -> list[int]:
+    def _read_addresses(self) -> list[object]:
         return [e.source.address(e.param) for e in self._entries]
 
     def with_master(self) -> list[Managed]:
@@ -167,8 +171,6 @@ class ServedWeights:
         self.registry.find_layouts(new)
         self.registry.numbered.say_shared(self.registry.names(self.groups), self.seed)
         masters.add_masters(new, self.state, self.fused)
-        for group in self.groups:
-            self.want_fp32_grads(group)
         self.round_([e for e in new if e.identity.off_grid])
         foreign.record([e for e in new if not e.identity.off_grid], written=False)
 
@@ -278,8 +280,8 @@ class ServedWeights:
     def adopt(self) -> None:
         """See `FairCastOptimizer.adopt_weights`."""
         self.check_free("adopt_weights()")
-        for e in self.entries():
-            e.identity.has_master &= MASTER in e.state  # those that were taken away begin anew
+        for _, p, identity in self.registry.places(self.groups):
+            identity.has_master &= MASTER in self.state.get(p, {})  # what was taken away: anew
         self.make_masters()
         if self.buffers is not None:
             self.take_written(self.entries())
@@ -353,8 +355,11 @@ class ServedWeights:
         """Let autograd accumulate in fp32 into bf16 parameters, if that was asked for."""
         if self.fp32_grads and group["served_dtype"] is not None:
             for p in group["params"]:
-                if p.dtype == torch.bfloat16 and p.requires_grad and p.grad is None:
+                wanted = p.dtype == torch.bfloat16 and p.requires_grad
+                if wanted and p.grad_dtype != torch.float32:
+                    grad, p.grad = p.grad, None
                     p.grad_dtype = torch.float32
+                    p.grad = None if grad is None else grad.float()
 
     def check_replicas(self, groups: Sequence[Group] | None = None) -> None:
         """See `FairCastOptimizer.check_replicas`."""

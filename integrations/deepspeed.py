@@ -24,6 +24,7 @@ from fc_optim.optimizer import FairCastOptimizer
 from fc_optim.params.buffers import Buffers, FlatBuffer
 from fc_optim.params.layouts import FlatPiece
 from fc_optim.params.modules import named_parameters
+from fc_optim.update.state import EPOCH, MASTER
 
 MASTERS_MARK = "masters_in_fp32"  # group key of a checkpoint whose fp32 weights are the masters
 logger = logging.getLogger("fc_optim")
@@ -162,7 +163,8 @@ def _finish_universal_load(opt: FairCastOptimizer) -> None:
             "keep the masters, run fc_optim.integrations.deepspeed_masters before ds_to_universal."
         )
     for state in opt.state.values():
-        state.pop("master", None)
+        for key in (MASTER, EPOCH):  # of before the load; the epoch follows from `step`
+            state.pop(key, None)
         state.update({k: v.clone() for k, v in state.items()})  # stage 3 shares one `step`
     saved = opt.param_groups[0]
     options = {k: saved[k] for k in ("seed", "dither", "epoch", "served_version")}

@@ -31,8 +31,9 @@ class _DTensors(ParameterSource):
             stride=torch.empty(param.shape, device="meta").stride(),  # of a contiguous whole
         )
 
-    def address(self, tensor: Any) -> int:
-        return tensor._local_tensor.data_ptr()  # to_local() costs as much as a small update
+    def address(self, tensor: Any) -> object:
+        part = tensor._local_tensor  # to_local() costs as much as a small update
+        return id(part), part.data_ptr()  # a new one (model.cpu()) has a version counter of its own
 
     def versions(self, param: Tensor, part: Tensor) -> tuple[int, ...]:
         return (param._version, part._version)  # writes to either bump its own

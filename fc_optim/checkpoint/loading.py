@@ -147,7 +147,10 @@ def _new_value(t: Target, key: str, value: Any, *, fused: bool) -> Any:
     if value is held and isinstance(value, Tensor):
         return value
     if key == "param_id":
-        return id_tensor(identity(t.name, value) or 0)
+        found = identity(t.name, value)
+        if found is None:
+            raise ValueError("None is no identity")
+        return id_tensor(found)
     dtype = _COUNTS[key] if key == EPOCH or (key == "step" and fused) else None
     if dtype is not None:
         value = torch.as_tensor(value).detach().reshape(())
@@ -293,8 +296,8 @@ def _settle(weights: ServedWeights, entries: list[Managed]) -> None:
     for e in entries:
         identities[e.param].ids = e.identity.ids
     weights.registry.changes += 1
-    for e in weights.entries():
-        e.identity.has_master = MASTER in e.state
+    for p, identity_ in identities.items():  # of frozen ones too
+        identity_.has_master = MASTER in weights.state.get(p, {})
     loaded = weights.with_master()
     weights.registry.find_layouts(loaded)
     weights.wrote([e for e in loaded if not e.param.is_meta])

@@ -186,6 +186,20 @@ def add_names(weights: ServedWeights, state_dict: Any) -> Any:
     return state_dict
 
 
+def plain_epochs(weights: ServedWeights, state_dict: StateDict) -> StateDict:
+    """`state_dict` with the dither epochs of a framework's buffers as plain numbers.
+
+    DeepSpeed's `ds_to_universal` cuts the padding off every tensor that is not called `step`.
+    """
+    if weights.buffers is None:
+        return state_dict
+    state = {
+        key: {**entry, EPOCH: int(entry[EPOCH])} if EPOCH in entry else entry
+        for key, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
 def without_masters(state_dict: StateDict) -> StateDict:
     """A state dict that loads moments and hyper-parameters but takes masters from the parameters.
 
@@ -219,7 +233,7 @@ def to_torch_state_dict(saved: StateDict, fused: bool) -> StateDict:
             continue
         own = {n: v for n, v in entry.items() if n not in STATE_KEYS}
         steps = entry.get("step", entry.get(EPOCH)) if fused else None
-        if own and (steps is None or steps.item() != 0):
+        if own and (steps is None or steps != 0):
             state[key] = own
     groups = [{k: v for k, v in g.items() if k not in GROUP_KEYS} for g in saved["param_groups"]]
     return {"state": state, "param_groups": groups}

@@ -147,6 +147,13 @@ class Registry:
         grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
         return not any(bool(grad.any()) for grad in grads)
 
+    def tensors(self, groups: Groups) -> Sequence[Collection[Tensor]]:
+        """What is stepped: the parameters of each group, or a framework's buffers for them all.
+
+        DeepSpeed shows its buffers in the groups one by one.
+        """
+        return [self._buffers] if self._buffers else [group["params"] for group in groups]
+
     def places(self, groups: Groups) -> Iterator[tuple[dict[str, Any], Tensor, Identity]]:
         """Every (group, parameter, identity), in group order."""
         if self._buffers:

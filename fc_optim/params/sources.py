@@ -40,8 +40,8 @@ class ParameterSource:
         """`part`, contiguous, as this rank's part of a tensor cut as `param`. Shares its memory."""
         return part
 
-    def address(self, tensor: Tensor) -> int:
-        """Where this rank's part begins: what tells that the memory was exchanged."""
+    def address(self, tensor: Tensor) -> object:
+        """Where this rank's part is: what tells that its tensor or its memory was exchanged."""
         return tensor.data_ptr()
 
     def versions(self, param: Tensor, part: Tensor) -> tuple[int, ...]:

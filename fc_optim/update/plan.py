@@ -228,7 +228,7 @@ class Plan:
             id(t) for keys, e in zip(self._keys, self.entries, strict=True) for t in keys(e.state)
         ]
 
-    def _read_addresses(self) -> list[int]:
+    def _read_addresses(self) -> list[object]:
         return [
             *map(Tensor.data_ptr, self._plain),
             *(source.address(t) for source, t in self._sharded),

@@ -274,18 +274,20 @@ def refusals() -> None:
 def sub_groups_are_looked_at_once() -> None:
     engine, opt = initialize(config(3, sub_group_size=30))
     attach(engine)
-    assert len(opt.buffers.all) > 2, len(opt.buffers.all)
+    assert len(opt.weights.buffers.all) > 2, len(opt.weights.buffers.all)
     seen: list[str] = []
-    adopt = opt._foreign.adopt
+    adopt = opt.weights.foreign.adopt
 
-    def counting(context: Any, entries: Any) -> None:
-        seen.extend(e.identity.name for e in entries)
-        adopt(context, entries)
+    def counting(calls: Any, **options: Any) -> None:
+        seen.extend(e.identity.name for call in calls for e in call.entries)
+        adopt(calls, **options)
 
-    opt._foreign.adopt = counting
+    opt.weights.foreign.adopt = counting
+    plan = opt.weights.plan()
     train_engine(engine, [0])
     assert sorted(seen) == sorted(e.identity.name for e in opt.managed())
     assert opt.served_version == 1
+    assert opt.weights.plan() is plan  # not a new one for each sub-group
 
 
 def one_parameter_whole() -> None:

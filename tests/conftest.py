@@ -24,7 +24,7 @@ LONGEST = ("test_gpu_kernels", "test_aot", "test_sharded_checkpoint", "test_shar
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A file is never split, so one file is run here."""
     one = len(config.args) == 1 and config.args[0].partition("::")[0].endswith(".py")
-    return 0 if one else min(WORKERS, len(os.sched_getaffinity(0)))
+    return 0 if one else min(WORKERS, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

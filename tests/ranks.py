@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = 300  # seconds for a job
+TIMEOUT = 600  # seconds for a job; the first may wait for an extension to be compiled
 
 
 def processes() -> Any:

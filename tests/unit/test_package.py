@@ -141,3 +141,53 @@ except ImportError as error:
         "1 True False",
         "backend: 'cpu' needs numba: pip install 'fc_optim[cpu]'",
     ]
+
+
+ROOMS = (
+    *("kernels", "params", "update", "weights", "checkpoint", "serving", "metrics", "construct"),
+    *("optimizer", "sync", "audit", "integrations"),
+)
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of this package that a file imports, inside of functions too."""
+    tree = ast.parse(path.read_text())
+    typing = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    found: set[str] = set()
+    for node in (n for n in tree.body if n not in typing):
+        for part in ast.walk(node):
+            if isinstance(part, ast.ImportFrom) and (part.module or "").startswith("fc_optim"):
+                module = part.module or ""
+                found |= {module, *(f"{module}.{name.name}" for name in part.names)}
+    return found
+
+
+def package_imports() -> dict[str, set[str]]:
+    """Of every module, the modules of this package that it imports."""
+    files = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts): p
+        for p in (ROOT / "fc_optim").rglob("*.py")
+    }
+    for folder in ("kernels", "integrations"):  # behind links, which rglob does not follow
+        files |= {f"fc_optim.{folder}.{p.stem}": p for p in (ROOT / folder).glob("*.py")}
+    return {name: imports_of(p) & files.keys() - {name} for name, p in files.items()}
+
+
+def test_no_module_imports_in_a_circle():
+    left = package_imports()
+    assert len(left) > 80
+    while left:
+        free = {name for name, needs in left.items() if not needs & left.keys()}
+        assert free, f"a circle among {sorted(left)}"
+        left = {name: needs for name, needs in left.items() if name not in free}
+
+
+def test_rooms_are_built_on_those_above_alone():
+    """Of the map in CONTRIBUTING; the public interface of `optimizer` is for those below it."""
+    place = {room: i for i, room in enumerate(ROOMS)}
+    for name, needs in package_imports().items():
+        room = name.split(".")[1] if "." in name else ""
+        for need in needs:
+            other = need.split(".")[1] if "." in need else ""
+            if room in place and other in place:
+                assert place[other] <= place[room], f"{name} imports {need}"

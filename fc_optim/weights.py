@@ -141,9 +141,10 @@ class ServedWeights:
         Makes masters where there are none yet. Without `everyone` they wait whose weights it would
         change although they have no gradient: a graph may still wait for its backward.
         """
-        context = self.context()
-        self.make_masters(everyone)
-        entries = self.entries()
+        context, entries = self.context(), self.entries()
+        if masters.without_master(entries, everyone):
+            self.make_masters(everyone)
+            entries = self.entries()
         if self._plan is None or not self._plan.holds(context, entries):
             managed = self.with_master()
             for e in managed:
@@ -187,7 +188,11 @@ class ServedWeights:
         """The parameters hold their shadow now."""
         foreign.record(entries)
         # Walking the model is for FSDP alone; DeepSpeed's buffers are none of its parameters.
-        if self.buffers is None and any(e.layout.groups for e in entries):
+        if (
+            self.model is not None
+            and self.buffers is None
+            and any(e.layout.groups for e in entries)
+        ):
             sources.reshard(self.model)
 
     @torch.no_grad()

@@ -104,13 +104,18 @@ def distinct_hypers(hypers: Sequence[AdamHyper | MuonHyper]) -> tuple[list[int],
     """
     places: dict[tuple[Any, ...], int] = {}
     distinct: list[Any] = []
+    known: dict[int, int] = {}  # by identity: most tensors share a group's
     index = []
     for h in hypers:
+        if id(h) in known:
+            index.append(known[id(h)])
+            continue
         columns = (getattr(h, name) for name in h.__slots__)
         key = tuple(id(x) if isinstance(x, Tensor) else x for x in columns)
         if key not in places:
             places[key] = len(distinct)
             distinct.append(h)
+        known[id(h)] = places[key]
         index.append(places[key])
     return index, distinct
 

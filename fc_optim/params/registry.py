@@ -131,10 +131,9 @@ class Registry:
         """
         if self._buffers or self._plain:
             return False
-        return not all(
-            type(p) is nn.Parameter or p in self.known or isinstance(p, nn.Parameter)
-            for g in groups
-            for p in g["params"]
+        kinds = {kind for g in groups for kind in set(map(type, g["params"]))}
+        return kinds != {nn.Parameter} and not all(
+            p in self.known or isinstance(p, nn.Parameter) for g in groups for p in g["params"]
         )
 
     def is_trial(self, groups: Groups) -> bool:

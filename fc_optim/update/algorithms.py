@@ -70,9 +70,11 @@ class Adam(Algorithm):
         return ("exp_avg", "exp_avg_sq", *amsgrad)
 
     def prepare(self, call: "KernelCall") -> None:
-        groups = {id(e.group): e.group for e in call.entries}
-        hypers = {key: self._hyper(group) for key, group in groups.items()}
-        call.batch.hypers = [hypers[id(e.group)] for e in call.entries]
+        hypers = {key: self._hyper(group) for key, group in call.groups.items()}
+        values = [_values(h) for h in hypers.values()]
+        if values != call.hyper_values:  # else the backend's tables of them still hold
+            call.batch.hypers = [hypers[id(e.group)] for e in call.entries]
+            call.hyper_values = values
 
     def _hyper(self, group: Group) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -89,6 +91,14 @@ class Adam(Algorithm):
     def step(self, call: "KernelCall") -> None:
         if call.entries:
             call.backend.adam_(call.batch)
+
+
+def _values(hyper: AdamHyper) -> tuple[object, ...]:
+    """To compare: a tensor, whose value nobody may read here, is equal to itself alone."""
+    return tuple(
+        id(x) if isinstance(x, Tensor) else x
+        for x in (hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.maximize)
+    )
 
 
 @dataclass(frozen=True)

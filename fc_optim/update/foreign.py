@@ -15,6 +15,7 @@ from torch import Tensor
 from fc_optim.params.collectives import anywhere
 from fc_optim.params.layouts import Group
 from fc_optim.params.registry import Managed
+from fc_optim.params.sources import PLAIN
 from fc_optim.params.words import differing_words
 from fc_optim.update.plan import Context, KernelCall, state_calls
 
@@ -30,8 +31,8 @@ def record(entries: Sequence[Managed], written: bool = True) -> None:
         tensors = [e.param for e in entries]
         tensors += [e.local for e in entries if e.source.placements(e.param) is not None]
         torch.autograd.graph.increment_version(tensors)
-    for e in entries:
-        e.identity.seen = _fingerprint(e)
+    for e, seen in zip(entries, _fingerprints(entries), strict=True):
+        e.identity.seen = seen
 
 
 class ForeignWrites:
@@ -50,7 +51,7 @@ class ForeignWrites:
         self._warn_pending(wait=False)
         adopted: list[str] = []
         for call in calls:
-            moved = [i for i, e in enumerate(call.entries) if everything or _moved(e)]
+            moved = list(range(len(call.entries))) if everything else _moved(call.entries)
             flags = call.flag_foreign()
             on_cpu = flags.device.type == "cpu"
             if moved:
@@ -134,25 +135,31 @@ def compare(context: Context, entries: Iterable[Managed]) -> dict[str, int]:
             if count:
                 found[entry.identity.name] = count
             else:
-                entry.identity.seen = _fingerprint(entry)
+                (entry.identity.seen,) = _fingerprints([entry])
     return found
 
 
 def _suspects(calls: Sequence[KernelCall]) -> list[Managed]:
     suspects: list[Managed] = []
     for call in calls:
-        flags = call.flag_foreign().tolist()
-        suspects += [e for e, f in zip(call.entries, flags, strict=True) if f or _moved(e)]
+        flags, moved = call.flag_foreign().tolist(), _moved(call.entries)
+        suspects += [e for i, e in enumerate(call.entries) if flags[i] or i in moved]
     return suspects
 
 
-def _fingerprint(entry: Managed) -> tuple[Any, ...]:
-    part = entry.local
-    return (entry.source.versions(entry.param, part), part.data_ptr(), part.dtype)
+def _fingerprints(entries: Sequence[Managed]) -> list[tuple[Any, ...]]:
+    """What changes when somebody writes: version counters and addresses."""
+    return [
+        (e.param._version if e.source is PLAIN else e.source.versions(e.param, e.local),
+         e.local.data_ptr())
+        for e in entries
+    ]  # fmt: skip
 
 
-def _moved(entry: Managed) -> bool:
-    return entry.identity.seen != _fingerprint(entry)
+def _moved(entries: Sequence[Managed]) -> list[int]:
+    """Which of them are not as the optimizer left them."""
+    now, seen = _fingerprints(entries), [e.identity.seen for e in entries]
+    return [] if now == seen else [i for i, x in enumerate(now) if x != seen[i]]
 
 
 def _differing(call: KernelCall) -> int:

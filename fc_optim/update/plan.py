@@ -49,12 +49,15 @@ class KernelCall:
     algorithm: Algorithm | None = None
     staged: bool = False
     adopted: Tensor | None = None  # on a GPU: counts that captured steps add to
+    hyper_values: list[object] = field(default_factory=list)  # of the hyper-parameters in `batch`
     entries: list[Managed] = field(init=False)
     idle: list[Managed] = field(init=False)
+    groups: dict[int, dict[str, Any]] = field(init=False)  # the parameter groups, by identity
 
     def __post_init__(self) -> None:
         self.entries = [e for e in self.members if e.local.numel()]
         self.idle = [e for e in self.members if not e.local.numel()]
+        self.groups = {id(e.group): e.group for e in self.entries}
 
     def round(self) -> None:
         """containers <- stochastic rounding of the masters."""

@@ -14,13 +14,15 @@ import torch
 Step = Callable[[], None]
 
 
-def seconds(step: Step) -> float:
-    begin = time.perf_counter()
+def seconds(step: Step, clock: Callable[[], float] = time.perf_counter) -> float:
+    begin = clock()
     step()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
-def pairs(a: Step, b: Step, count: int) -> tuple[list[float], list[float]]:
+def pairs(
+    a: Step, b: Step, count: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[list[float], list[float]]:
     """Times of `a` and `b`, taken in turn after two warm-up steps of each."""
     for _ in range(2):
         a()
@@ -28,7 +30,7 @@ def pairs(a: Step, b: Step, count: int) -> tuple[list[float], list[float]]:
     times_a, times_b = [], []
     for i in range(count):
         first, second = (a, b) if i % 2 == 0 else (b, a)
-        x, y = seconds(first), seconds(second)
+        x, y = seconds(first, clock), seconds(second, clock)
         times_a.append(x if i % 2 == 0 else y)
         times_b.append(y if i % 2 == 0 else x)
     return times_a, times_b

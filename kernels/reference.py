@@ -6,6 +6,7 @@ The compiled backends (`cpu`, `gpu`) take the same arguments and give the same b
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -25,7 +26,6 @@ CHUNK = 1 << 18  # elements per pass: bounds the int64 temporaries to a few MB
 # On a CPU torch splits longer loops between threads of which each has a floating-point mode of its
 # own: what is computed stays in the caller's, which `_ieee` sets.
 SERIAL_CHUNK = 1 << 14
-CAST_CHUNK = 1 << 22  # the same, of a cast, for devices that like long loops
 MASK32 = 0xFFFFFFFF
 SIGN = -0x80000000
 INF = 0x7F800000
@@ -103,23 +103,25 @@ def canonical_bits(bits: Tensor) -> Tensor:
 
 
 def nearest_bf16(x: Tensor) -> Tensor:
-    """fp32 values to the nearest bf16, ties to even; a new contiguous tensor. Every NaN is 0x7FC0.
-
-    In integers: torch's own cast makes 0xFFFF of a NaN in a vector and 0x7FC0 at a loop's end, so
-    that what a value becomes depends on where its shard is cut.
-    """
-    source = x.detach().contiguous().view(-1)
+    """fp32 values to the nearest bf16, ties to even: a new contiguous tensor. A NaN is 0x7FC0."""
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    for part, target in zip(source.split(CAST_CHUNK), out.view(-1).split(CAST_CHUNK), strict=True):
-        bits = part.view(torch.int32)
-        rounded = (bits >> 16).bitwise_and_(1).add_(bits).add_(0x7FFF)
-        rounded.masked_fill_(bits & 0x7FFFFFFF > INF, QUIET_NAN)
-        target.view(torch.int16).copy_(rounded >> 16)
+    copy_cast_(out, x.detach())
     return out
 
 
+def copy_cast_(target: Tensor, x: Tensor) -> None:
+    """`target.copy_(x)` for every export, of equal shapes; to bf16 with one pattern for NaN.
+
+    Torch's own cast makes 0xFFFF of a NaN in a vector and 0x7FC0 at a loop's end, so that what a
+    value becomes depends on where its shard is cut. In place: an export has no room to spare.
+    """
+    target.copy_(x)
+    if target.dtype == torch.bfloat16 and x.dtype == torch.float32:
+        torch.nan_to_num_(target, nan=math.nan, posinf=math.inf, neginf=-math.inf)
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, but fp32 to bf16 as `nearest_bf16` has it: every export's cast."""
+    """`x.to(dtype)`, by `copy_cast_` if it must be."""
     if x.dtype == torch.float32 and dtype == torch.bfloat16:
         return nearest_bf16(x)
     return x.to(dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fc_optim.kernels.batch import Segment
-from fc_optim.kernels.reference import cast
+from fc_optim.kernels.reference import copy_cast_
 from fc_optim.params.layouts import Group, Piece
 
 _ALIGN = 16  # bytes: where a parameter of a bucket starts
@@ -22,8 +22,7 @@ def place(whole: Tensor, part: Tensor, segments: Iterable[Segment]) -> None:
         rows = whole.as_strided(
             (s.rows, s.inner), (s.row_stride, 1), whole.storage_offset() + s.base
         )
-        elements = cast(part[s.offset : s.offset + s.numel], whole.dtype)
-        rows.copy_(elements.view(s.rows, s.inner))
+        copy_cast_(rows, part[s.offset : s.offset + s.numel].view(s.rows, s.inner))
 
 
 def take(whole: Tensor, segments: Sequence[Segment], out: Tensor) -> None:

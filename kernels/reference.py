@@ -103,22 +103,25 @@ def canonical_bits(bits: Tensor) -> Tensor:
 
 
 def nearest_bf16(x: Tensor) -> Tensor:
-    """fp32 values to the nearest bf16, ties to even; a new contiguous tensor. Every NaN is 0x7FC0.
+    """fp32 values to the nearest bf16, ties to even: a new contiguous tensor. A NaN is 0x7FC0."""
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    copy_cast_(out, x.detach())
+    return out
 
-    torch's own cast makes 0xFFFF of a NaN in a vector and 0x7FC0 at a loop's end, so that what a
-    value becomes would depend on where its shard is cut.
+
+def copy_cast_(target: Tensor, x: Tensor) -> None:
+    """`target.copy_(x)` for every export, of equal shapes; to bf16 with one pattern for NaN.
+
+    Torch's own cast makes 0xFFFF of a NaN in a vector and 0x7FC0 at a loop's end, so that what a
+    value becomes depends on where its shard is cut. In place: an export has no room to spare.
     """
-    kept = torch.contiguous_format
-    return one_nan_(x.detach().to(torch.bfloat16, memory_format=kept, copy=True))
-
-
-def one_nan_(x: Tensor) -> Tensor:
-    """In place, whatever the strides: every NaN becomes the one without a sign. Returns x."""
-    return x.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    target.copy_(x)
+    if target.dtype == torch.bfloat16 and x.dtype == torch.float32:
+        torch.nan_to_num_(target, nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, but fp32 to bf16 as `nearest_bf16` has it: every export's cast."""
+    """`x.to(dtype)`, by `copy_cast_` if it must be."""
     if x.dtype == torch.float32 and dtype == torch.bfloat16:
         return nearest_bf16(x)
     return x.to(dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fc_optim.kernels.batch import Segment
-from fc_optim.kernels.reference import one_nan_
+from fc_optim.kernels.reference import copy_cast_
 from fc_optim.params.layouts import Group, Piece
 
 _ALIGN = 16  # bytes: where a parameter of a bucket starts
@@ -22,9 +22,7 @@ def copy_from_shard(whole: Tensor, part: Tensor, segments: Iterable[Segment]) ->
         rows = whole.as_strided(
             (s.rows, s.inner), (s.row_stride, 1), whole.storage_offset() + s.base
         )
-        rows.copy_(part[s.offset : s.offset + s.numel].view(s.rows, s.inner))
-        if (part.dtype, whole.dtype) == (torch.float32, torch.bfloat16):
-            one_nan_(rows)  # as `reference.cast`, without a copy
+        copy_cast_(rows, part[s.offset : s.offset + s.numel].view(s.rows, s.inner))
 
 
 def copy_to_shard(whole: Tensor, segments: Sequence[Segment], out: Tensor) -> None:

@@ -147,8 +147,8 @@ def _suspects(calls: Sequence[KernelCall]) -> list[Managed]:
 
 
 def _fingerprint(entry: Managed) -> tuple[Any, ...]:
-    part = entry.local
-    return (entry.source.versions(entry.param, part), part.data_ptr(), part.dtype)
+    source, param = entry.source, entry.param
+    return source.versions(param), source.address(param), param.dtype
 
 
 def _moved(entry: Managed) -> bool:
@@ -156,7 +156,8 @@ def _moved(entry: Managed) -> bool:
 
 
 def _differing(call: KernelCall) -> int:
-    (entry,), (scratch,) = call.entries, call.batch.containers
+    assert call.scratch is not None
+    (entry,), (scratch,) = call.entries, call.scratch
     if entry.identity.flat:  # padding is nobody's
         scratch.copy_(entry.local)
     call.round()  # into scratch, not into the parameter

@@ -100,6 +100,7 @@ class ServedWeights:
         if members != self._members or self._read_addresses() != self._addresses:
             for group in self.groups:  # parameters that were swapped have forgotten it
                 self.want_fp32_grads(group)
+            self._plan = None  # it would keep the state that was exchanged
             self._entries = self.registry.managed(self.groups, self.state)
             self._members, self._addresses = members, self._read_addresses()
         return self._entries
@@ -115,7 +116,10 @@ class ServedWeights:
         return [*read, self.registry.changes]
 
     def _read_addresses(self) -> list[object]:
-        return [e.source.address(e.param) for e in self._entries]
+        return [
+            (e.source.address(e.param), e.param.dtype, e.param.shape, e.param.stride())
+            for e in self._entries
+        ]
 
     def with_master(self) -> list[Managed]:
         """Those of them that have a master."""

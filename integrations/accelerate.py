@@ -126,15 +126,17 @@ def _guard_load_state(accelerator: Accelerator, optimizer: FairCastOptimizer) ->
     """Let `accelerator.load_state()` fill the optimizer under FSDP.
 
     accelerate loads the model first and then asks for the optimizer's state, to load into its
-    tensors. So they must be there (FSDP1 drops the checkpoint's state for an empty optimizer), and
-    the new weights are no foreign write: their masters are on the way.
+    tensors. So they must be there (FSDP1 drops the checkpoint's state for an empty optimizer), even
+    if they were lost, and the new weights are no foreign write: their masters are on the way.
+    Elsewhere an optimizer without masters takes what the checkpoint has, torch's own state too.
     """
+    sharded = accelerator.distributed_type == DistributedType.FSDP
     load = accelerator.load_state
 
     @functools.wraps(load)
     def load_state(*args: Any, **kwargs: Any) -> Any:
-        if not optimizer.state:
-            optimizer.publish()
+        if sharded and not optimizer.state:
+            optimizer.adopt_weights()
         template = functools.partial(Optimizer.state_dict, optimizer)  # does not look for writes
         vars(optimizer)["state_dict"] = template
         try:

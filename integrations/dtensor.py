@@ -17,8 +17,7 @@ class _DTensors(ParameterSource):
         return isinstance(tensor, DTensor)
 
     def to_local(self, tensor: Any) -> Tensor:
-        with torch.no_grad():
-            part = tensor.to_local()
+        part = tensor._local_tensor  # without a graph; to_local() costs as much as a small update
         return part.wait() if hasattr(part, "wait") else part
 
     def from_local(self, param: Any, part: Tensor) -> Tensor:
@@ -32,11 +31,11 @@ class _DTensors(ParameterSource):
         )
 
     def address(self, tensor: Any) -> object:
-        part = tensor._local_tensor  # to_local() costs as much as a small update
+        part = tensor._local_tensor
         return id(part), part.data_ptr()  # a new one (model.cpu()) has a version counter of its own
 
-    def versions(self, param: Tensor, part: Tensor) -> tuple[int, ...]:
-        return (param._version, part._version)  # writes to either bump its own
+    def versions(self, param: Any) -> tuple[int, ...]:
+        return (param._version, param._local_tensor._version)  # writes to either bump its own
 
     def local_grad(self, param: Any) -> Tensor:
         grad = param.grad

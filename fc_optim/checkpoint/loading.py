@@ -214,8 +214,7 @@ def _with_masters(weights: ServedWeights, states: Mapping[Tensor, State | None])
         if not identity_.flat:
             new.setdefault("param_id", id_tensor(identity_.param_id))
             identity_ = dataclasses.replace(identity_, ids=(int(new["param_id"]),))
-        source = source_of(p)
-        entries.append(Managed(p, source.to_local(p), new, group, identity_, source))
+        entries.append(Managed(p, new, group, identity_, source_of(p)))
     weights.registry.find_layouts(entries)
     for e in entries:
         if weights.fused or EPOCH not in e.state:  # state of a base without kernels is its own

@@ -252,11 +252,11 @@ class Telemetry:
             return calls
         for call in calls:
             batch = call.batch
-            if not batch.masters:
+            if not call.entries:
                 continue
             batch.count_all = self.mode == "all"
             size = sum(map(len, batch.segments)), len(COUNTS)
-            batch.counts = torch.zeros(size, dtype=torch.int64, device=batch.masters[0].device)
+            batch.counts = torch.zeros(size, dtype=torch.int64, device=call.device)
             taken = None if batch.found_inf is None else batch.found_inf.reshape(()) == 0
             self._parts.append(self._part(batch.counts, call.entries, taken))
         return calls

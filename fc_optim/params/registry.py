@@ -56,13 +56,20 @@ class Managed:
     """A parameter that is served through stochastic rounding, with everything it needs."""
 
     param: Tensor
-    local: Tensor  # this rank's part of it: what kernels write
     state: dict[str, Any]
     group: dict[str, Any]
     identity: Identity
     source: ParameterSource
     layout: Layout = field(default=Layout(()))
     segments: tuple[Segment, ...] = ()
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of the parameter: what kernels write.
+
+        Not kept: whoever moves the weights elsewhere gets their memory.
+        """
+        return self.source.to_local(self.param)
 
     @property
     def shape(self) -> torch.Size:
@@ -184,8 +191,7 @@ class Registry:
         for group, p, identity in self.places(groups):
             own = state.get(p, {})
             if group["served_dtype"] is not None and (p.requires_grad or "master" in own):
-                source = source_of(p)
-                e = Managed(p, source.to_local(p), own, group, identity, source)
+                e = Managed(p, own, group, identity, source_of(p))
                 if own:
                     e.find_layout(self.known)
                 entries.append(e)

@@ -44,8 +44,8 @@ class ParameterSource:
         """Where this rank's part is: what tells that its tensor or its memory was exchanged."""
         return tensor.data_ptr()
 
-    def versions(self, param: Tensor, part: Tensor) -> tuple[int, ...]:
-        """The version counters of a parameter, of which `part` is this rank's part."""
+    def versions(self, param: Tensor) -> tuple[int, ...]:
+        """The version counters of a parameter and of this rank's part."""
         return (param._version,)
 
     def local_grad(self, param: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from fc_optim.params.collectives import anywhere
 from fc_optim.params.layouts import Group
 from fc_optim.params.registry import Managed
-from fc_optim.params.sources import PLAIN
 from fc_optim.params.words import differing_words
 from fc_optim.update.plan import Context, KernelCall, state_calls
 
@@ -149,11 +148,7 @@ def _suspects(calls: Sequence[KernelCall]) -> list[Managed]:
 
 def _fingerprints(entries: Sequence[Managed]) -> list[tuple[Any, ...]]:
     """What changes when somebody writes: version counters and addresses."""
-    return [
-        (e.param._version if e.source is PLAIN else e.source.versions(e.param, e.local),
-         e.local.data_ptr())
-        for e in entries
-    ]  # fmt: skip
+    return [(e.source.versions(e.param), e.source.address(e.param), e.param.dtype) for e in entries]
 
 
 def _moved(entries: Sequence[Managed]) -> list[int]:
@@ -163,7 +158,8 @@ def _moved(entries: Sequence[Managed]) -> list[int]:
 
 
 def _differing(call: KernelCall) -> int:
-    (entry,), (scratch,) = call.entries, call.batch.containers
+    assert call.scratch is not None
+    (entry,), (scratch,) = call.entries, call.scratch
     if entry.identity.flat:  # padding is nobody's
         scratch.copy_(entry.local)
     call.round()  # into scratch, not into the parameter

@@ -4,9 +4,11 @@ A `KernelCall` is one launch: the tensor lists of one dtype set on one device. A
 calls of an optimizer and tells, by comparing identities and addresses, whether they still hold.
 """
 
+import contextlib
+import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,58 +37,69 @@ class Context:
 
 @dataclass(slots=True)
 class KernelCall:
-    """The tensor lists of one launch, the parameters they came from, and who runs it.
+    """One launch: the parameters whose tensors it takes, and who runs it.
 
-    members: all of them, in the order of every rank.
+    The tensors are in the batch's lists during a launch only: nothing is held in between, so that
+    whoever moves weights or state elsewhere (offloading) gets the memory. The lists stay the same
+    ones, of which backends keep the addresses; a `Plan` tells when those change.
+
+    members: all of the parameters, in the order of every rank.
     entries: those with elements on this rank; `idle` have none (empty, or on other ranks).
+    lists: the lists of the batch that hold state, and under which key: {list: key}.
     staged: kernels cannot take the containers, which are strided or not where the state is. They
-        get copies, made for each run and copied back.
+        get copies, made for each launch and copied back.
+    scratch: containers in place of the parameters; theirs are not written then.
     """
 
     batch: Batch
     members: list[Managed]
     backend: Backend
+    device: torch.device
+    lists: dict[str, str]
     algorithm: Algorithm | None = None
     staged: bool = False
+    scratch: list[Tensor] | None = None
     adopted: Tensor | None = None  # on a GPU: counts that captured steps add to
     hyper_values: list[object] = field(default_factory=list)  # of the hyper-parameters in `batch`
     entries: list[Managed] = field(init=False)
     idle: list[Managed] = field(init=False)
     groups: dict[int, dict[str, Any]] = field(init=False)  # the parameter groups, by identity
+    _row: Callable[[dict[str, Any]], tuple[Tensor, ...]] = field(init=False)
+    _sharded: bool = field(init=False)
+    _astray: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.entries = [e for e in self.members if e.local.numel()]
         self.idle = [e for e in self.members if not e.local.numel()]
         self.groups = {id(e.group): e.group for e in self.entries}
+        self._row = operator.itemgetter(*self.lists.values())
+        self._sharded = any(is_sharded(e.param) for e in self.entries)
+        self._astray = any(e.state[EPOCH].device != self.device for e in self.entries)
 
     def round(self) -> None:
         """containers <- stochastic rounding of the masters."""
-        self.stage()
-        self.backend.round_(self.batch)
-        self._write_back()
+        with self._launch(write=True):
+            self.backend.round_(self.batch)
 
     def canonical(self) -> None:
         """In place: masters as they are stored, after somebody else computed them."""
-        self.backend.canonical_(self.batch)
+        with self._launch():
+            self.backend.canonical_(self.batch)
 
     def flag_foreign(self) -> Tensor:
         """int32 `[entries]`: whether sampled elements are not their masters' shadow."""
-        self.stage()
-        flags = self.backend.flag_foreign(self.batch)
-        self._drop()
-        return flags
+        with self._launch():
+            return self.backend.flag_foreign(self.batch)
 
     def adopt(self, flags: Tensor) -> Tensor:
         """In flagged tensors, masters <- foreign elements, and their shadow; int64 counts."""
-        self.stage()
-        counts = self.backend.adopt_(self.batch, flags)
-        self._write_back()
-        return counts
+        with self._launch(write=True):
+            return self.backend.adopt_(self.batch, flags)
 
     def take_scaler(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """What GradScaler says of the next step, brought to where the kernels are."""
-        device = self.members[0].param.device
-        self.batch.grad_scale, self.batch.found_inf = on(grad_scale, device), on(found_inf, device)
+        self.batch.grad_scale = on(grad_scale, self.device)
+        self.batch.found_inf = on(found_inf, self.device)
 
     def step(self) -> None:
         """One step of the algorithm, ending with the shadow. Takes the gradients that are there."""
@@ -96,31 +109,47 @@ class KernelCall:
         batch.grads = [
             g if g.is_contiguous() and not g.is_neg() else _dense(g) for g in grads if g.numel()
         ]
-        self.stage()
-        algorithm.prepare(self)
-        algorithm.step(self)
-        self._write_back()
-        batch.grads = []  # the user's to free
+        with self._launch(write=True):
+            algorithm.prepare(self)
+            algorithm.step(self)
         for e in self.idle:
             taken = 1 if batch.found_inf is None else batch.found_inf.reshape(()) == 0
             for key in (EPOCH, "step")[: 1 + algorithm.has_step()]:
                 e.state[key] += taken
 
     def stage(self) -> None:
-        """Give the kernels containers that they can take."""
-        if self.staged:
-            device = self.batch.masters[0].device
-            self.batch.containers = [container_of(e.local, device) for e in self.entries]
+        """Fill the batch's lists."""
+        batch, parts = self.batch, (e.local for e in self.entries)
+        columns = zip(*(self._row(e.state) for e in self.entries), strict=True)
+        for name, column in zip(self.lists, columns, strict=bool(self.entries)):
+            getattr(batch, name)[:] = map(to_local, column) if self._sharded else column
+        if self._astray:
+            batch.epochs = [t.to(self.device) for t in batch.epochs]
+        if self.scratch is not None:
+            batch.containers = self.scratch
+        elif self.staged:
+            batch.containers = [container_of(part, self.device) for part in parts]
+        else:
+            batch.containers[:] = parts
 
-    def _write_back(self) -> None:
-        if self.staged:
-            for entry, container in zip(self.entries, self.batch.containers, strict=True):
-                entry.local.copy_(container)
-            self._drop()
-
-    def _drop(self) -> None:
-        if self.staged:
-            self.batch.containers = []
+    @contextlib.contextmanager
+    def _launch(self, write: bool = False) -> Iterator[None]:
+        """The lists are full inside; containers that are copies are copied back at the end."""
+        batch = self.batch
+        try:
+            self.stage()
+            yield
+            if write and self.staged:
+                for entry, container in zip(self.entries, batch.containers, strict=True):
+                    entry.local.copy_(container)
+        finally:
+            for name in self.lists:
+                getattr(batch, name).clear()
+            if self.staged or self.scratch is not None:
+                batch.containers = []
+            else:
+                batch.containers.clear()
+            batch.grads = []
 
 
 def state_calls(
@@ -140,17 +169,18 @@ def state_calls(
     for e in held:
         check_state(e)
     for (device, _, staged), part in _grouped(held, key):
-        own = [container_of(e.local, device, copy=True) if scratch else e.local for e in part]
-        batch = Batch(
-            containers=[] if staged else own,
-            masters=[to_local(e.state[MASTER]) for e in part],
-            segments=[e.segments for e in part],
-            epochs=[e.state[EPOCH].to(device) for e in part],
-            seed=context.seed,
-            epoch=context.epoch,
-            shared=context.shared.setdefault(device, {}),
+        copies = [container_of(e.local, device, copy=True) for e in part] if scratch else None
+        calls.append(
+            KernelCall(
+                _empty_batch(context, device, part),
+                part,
+                context.backend_for(device),
+                device,
+                _LISTS,
+                staged=staged,
+                scratch=copies,
+            )
         )
-        calls.append(KernelCall(batch, part, context.backend_for(device), staged=staged))
     return calls
 
 
@@ -171,22 +201,27 @@ def update_calls(context: Context, entries: Sequence[Managed]) -> list[KernelCal
             check_grad(e)
         move_state(everyone, device)
         algorithm = algorithm_of(everyone[0])
-        part = [e for e in everyone if e.local.numel()]
-        batch = Batch(
-            containers=[] if staged else [e.local for e in part],
-            masters=[to_local(e.state[MASTER]) for e in part],
-            segments=[e.segments for e in part],
-            epochs=[e.state[EPOCH] for e in part],
-            steps=[e.state["step"] for e in part] if algorithm.has_step() else [],
-            seed=context.seed,
-            epoch=context.epoch,
-            shared=context.shared.setdefault(device, {}),
-        )
-        for name in algorithm.moments(everyone[0].group):
-            setattr(batch, f"{name}s", [to_local(e.state[name]) for e in part])
+        lists = {**_LISTS, **({"steps": "step"} if algorithm.has_step() else {})}
+        lists |= {f"{name}s": name for name in algorithm.moments(everyone[0].group)}
+        batch = _empty_batch(context, device, [e for e in everyone if e.local.numel()])
         backend = context.backend_for(device)
-        calls.append(KernelCall(batch, everyone, backend, algorithm, staged))
+        calls.append(KernelCall(batch, everyone, backend, device, lists, algorithm, staged))
     return calls
+
+
+_LISTS = {"masters": MASTER, "epochs": EPOCH}
+
+
+def _empty_batch(context: Context, device: torch.device, entries: Iterable[Managed]) -> Batch:
+    return Batch(
+        containers=[],
+        masters=[],
+        segments=[e.segments for e in entries],
+        epochs=[],
+        seed=context.seed,
+        epoch=context.epoch,
+        shared=context.shared.setdefault(device, {}),
+    )
 
 
 def _grouped(
@@ -211,43 +246,37 @@ class Plan:
 
     def __init__(self, context: Context, entries: list[Managed], among: list[Managed]) -> None:
         self.context, self.entries, self._among = context, entries, among
-        self._keys = [itemgetter(*state_keys(e, context.fused)) for e in entries]
+        self._rows = [operator.itemgetter(*state_keys(e, context.fused)) for e in entries]
         self.state = state_calls(context, entries)
         self._parts: dict[tuple[int, ...], list[KernelCall]] = {}  # of `state`, for some entries
         self._updates: dict[tuple[Any, ...], list[KernelCall]] = {}
         self._seal()
 
     def _seal(self) -> None:
-        """Note what the calls rest on."""
-        held = [t for keys, e in zip(self._keys, self.entries, strict=True) for t in keys(e.state)]
-        self._identities = list(map(id, held))
-        plain = [t for t in held if not is_sharded(t)]
-        self._plain = plain
-        self._sharded = [(source_of(t), t) for t in held if is_sharded(t)]
-        self._addresses = self._read_addresses()
+        """Note what the calls rest on, without holding it."""
+        held = self._read_state()
+        self._tensors = [weakref.ref(t) for t in held]  # state: torch swaps parameters only
+        self._address = [source_of(t).address if is_sharded(t) else Tensor.data_ptr for t in held]
+        self._addresses = self._read_addresses(held)
 
-    def _read_identities(self) -> list[int]:
-        return [
-            id(t) for keys, e in zip(self._keys, self.entries, strict=True) for t in keys(e.state)
-        ]
+    def _read_state(self) -> list[Tensor]:
+        return [t for row, e in zip(self._rows, self.entries, strict=True) for t in row(e.state)]
 
-    def _read_addresses(self) -> list[object]:
-        return [
-            *map(Tensor.data_ptr, self._plain),
-            *(source.address(t) for source, t in self._sharded),
-        ]
+    def _has(self, held: list[Tensor]) -> bool:
+        return all(map(operator.is_, [t() for t in self._tensors], held))
+
+    def _read_addresses(self, held: list[Tensor]) -> list[object]:
+        return [address(t) for address, t in zip(self._address, held, strict=True)]
 
     def holds(self, context: Context, among: list[Managed]) -> bool:
         """Whether the calls are still of these entries, with the same state in the same memory."""
-        try:
-            return (
-                among is self._among
-                and context == self.context
-                and self._read_identities() == self._identities
-                and self._read_addresses() == self._addresses
-            )
-        except KeyError:  # somebody took a part of the state away
+        if among is not self._among or context != self.context:
             return False
+        try:
+            held = self._read_state()
+        except KeyError:  # somebody took a part of it away
+            return False
+        return self._has(held) and self._read_addresses(held) == self._addresses
 
     def state_of(self, entries: list[Managed]) -> list[KernelCall]:
         """The calls that compare or adopt these entries, which may be a part of all."""
@@ -269,7 +298,7 @@ class Plan:
                 self._updates.clear()
             moving = [e for e in entries if e.param.grad is not None]
             found = self._updates[signature] = update_calls(self.context, moving)
-            if self._read_identities() != self._identities:  # state came back to its device
+            if not self._has(self._read_state()):  # state came back to its device
                 self.state = state_calls(self.context, self.entries)
                 self._updates, self._parts = {signature: found}, {}
                 self._seal()

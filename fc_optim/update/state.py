@@ -132,8 +132,8 @@ def _complete_epoch(entry: Managed, fused: bool) -> None:
         state[EPOCH] = torch.zeros((), dtype=torch.int64, device=device)
         if fused and "step" in state:
             state[EPOCH] += int(state["step"])
-    elif epoch.dtype != torch.int64:
-        state[EPOCH] = epoch.to(torch.int64)
+    else:
+        state[EPOCH] = epoch.to(to_local(state[MASTER]).device, torch.int64)
 
 
 def check_state(entry: Managed) -> None:

@@ -14,7 +14,15 @@ import pytest
 import strategies
 import torch
 import torch.distributed as dist
-from models import assert_equal_states, assert_invariant, assert_same, loss_of, tiny, train
+from models import (
+    assert_equal_states,
+    assert_invariant,
+    assert_same,
+    assert_served,
+    loss_of,
+    tiny,
+    train,
+)
 from ranks import Worlds
 from torch import nn
 
@@ -401,3 +409,56 @@ def test_the_example_runs_alone_and_under_accelerate_launch():
         first, last = (float(re.findall(r"loss (\S+)", line)[0]) for line in lines)
         assert last < first < 4.16  # ln 64: nothing learned
         assert "served version 22" in lines[1]
+
+
+# ---- State that others saved, or that was lost.
+
+
+def test_load_state_takes_the_checkpoint_of_plain_torch(tmp_path):
+    """A run that switches to masters half-way: they begin as the weights that were saved."""
+    from accelerate import Accelerator
+
+    from fc_optim.integrations.accelerate import register
+
+    reset()
+    accelerator = Accelerator(cpu=True)
+    model = tiny()
+    base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(base, 1)
+    model, plain, _ = accelerator.prepare(model, base, scheduler)
+    train(model, plain)
+    accelerator.save_state(str(tmp_path))
+    again, opt, _, (other, wrapped, _) = prepared(torch.float32)
+    register(again, wrapped)
+    again.load_state(str(tmp_path))
+    opt.publish()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        mine, saved = opt.state[q], plain.state[p]
+        assert torch.equal(mine["master"], p)
+        assert torch.equal(mine["exp_avg"], saved["exp_avg"]) and mine["step"] == saved["step"]
+    assert_served(opt)
+
+
+def load_what_was_lost(folder: str, kind: str) -> None:
+    from fc_optim.integrations.accelerate import register
+
+    case = CASES[f"{kind}, mixed"]
+    accelerator, model, wrapped, scheduler = prepare(case)
+    opt = register(accelerator, wrapped)
+    run(case, accelerator, model, wrapped, scheduler, range(SAVED))
+    accelerator.save_state(folder)
+    saved = strategies.result(model, opt)
+    opt.state.clear()
+    with pytest.raises(RuntimeError, match=r"are gone.*load_state_dict\(\) a saved state"):
+        opt.publish()
+    accelerator.load_state(folder)
+    assert not strategies.differences(saved, strategies.result(model, opt))
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_load_state_brings_back_masters_that_were_lost(kind, tmp_path):
+    worlds = Worlds(tmp_path)
+    try:
+        worlds(2).run(load_what_was_lost, str(tmp_path / "saved"), kind)
+    finally:
+        worlds.close()

@@ -10,6 +10,7 @@ which a busy machine shows less than in seconds on the wall.
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import results
 import torch
@@ -20,15 +21,15 @@ from fc_optim import FairCastAdamW
 ELEMENTS = 64
 
 
-def step_of(cls: type[torch.optim.Optimizer], tensors: int, **options: bool) -> Step:
+def step_of(cls: Any, tensors: int, **options: Any) -> Step:
     generator = torch.Generator().manual_seed(0)
     params = []
     for _ in range(tensors):
         p = torch.nn.Parameter(torch.randn(ELEMENTS, generator=generator).bfloat16().float())
         p.grad = torch.randn(ELEMENTS, generator=generator) * 1e-3
         params.append(p)
-    optimizer = cls(params, lr=1e-6, **options)  # type: ignore[call-arg]
-    return optimizer.step  # type: ignore[return-value]
+    optimizer = cls(params, lr=1e-6, **options)
+    return optimizer.step
 
 
 def main() -> None:

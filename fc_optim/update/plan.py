@@ -60,7 +60,7 @@ class KernelCall:
     staged: bool = False
     scratch: list[Tensor] | None = None
     adopted: Tensor | None = None  # on a GPU: counts that captured steps add to
-    hyper_values: list[object] = field(default_factory=list)  # of the hyper-parameters in `batch`
+    hyper_values: list[Any] = field(default_factory=list)  # of the hyper-parameters in `batch`
     entries: list[Managed] = field(init=False)
     idle: list[Managed] = field(init=False)
     groups: dict[int, dict[str, Any]] = field(init=False)  # the parameter groups, by identity

@@ -266,7 +266,7 @@ def local(weight: Any) -> torch.Tensor:
 def written_after_a_move() -> None:
     """`model.cpu()` gives the shards new tensors of the old memory, which count writes anew."""
     size = 8 * WHOLE
-    weight = torch.zeros(dist.get_world_size(), size)
+    weight = torch.full((dist.get_world_size(), size), 0.1)  # off the grid: publish() writes it
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Linear(size, len(weight), bias=False)
     model.weight.data = weight

@@ -269,11 +269,12 @@ class ServedWeights:
         """See `FairCastOptimizer.reset_moments`."""
         self.check_free("reset_moments()")
         for e in self.with_master():
-            if self.fused:
-                for key in state_keys(e, fused=True)[2:]:
+            own = set(state_keys(e, fused=True) if self.fused else e.state) - set(STATE_KEYS)
+            if self.fused and own <= e.state.keys():
+                for key in own:
                     e.state[key].zero_()  # in place: captured graphs hold them
-            else:
-                for key in e.state.keys() - STATE_KEYS:
+            else:  # what is not there is made anew, all of it together
+                for key in own & e.state.keys():
                     del e.state[key]
 
     # -- foreign writes ------------------------------------------------------------------------

@@ -91,6 +91,12 @@ def test_half_a_state_is_refused_by_name():
     backward(model)
     with pytest.raises(RuntimeError, match=r"step of '0.weight' is missing.*reset_moments\(\)"):
         opt.step()
+    before = masters(opt)
+    opt.reset_moments()  # the remedy that it names
+    assert_masters(opt, before)
+    opt.step()
+    assert [int(e.state["step"]) for e in opt.managed()] == [1] * 6
+    assert_invariant(opt)
 
 
 def test_moments_of_another_base_begin_anew():

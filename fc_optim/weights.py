@@ -6,6 +6,7 @@ masters, rounds them, and finds what somebody else wrote. `FairCastOptimizer` is
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -29,6 +30,7 @@ ROUNDING_SCHEME = 1  # the bit contract: counter layout, lane order, add and tru
 DITHERS = ("fresh", "sync", "held")
 
 StateDict: TypeAlias = dict[str, Any]
+_view = operator.attrgetter("dtype", "shape")
 
 
 class ServedWeights:
@@ -72,7 +74,7 @@ class ServedWeights:
         self._agreed = False
         self._entries: list[Managed] = []
         self._members: list[object] | None = None
-        self._addresses: list[object] = []
+        self._places: list[object] = []
         self._plan: Plan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,12 +99,12 @@ class ServedWeights:
     def entries(self) -> list[Managed]:
         """The parameters under management, in group order. The same list while nothing changed."""
         members = self._read_members()
-        if members != self._members or self._read_addresses() != self._addresses:
+        if members != self._members or self._read_places() != self._places:
             for group in self.groups:  # parameters that were swapped have forgotten it
                 self.want_fp32_grads(group)
             self._plan = None  # it would keep the state that was exchanged
             self._entries = self.registry.managed(self.groups, self.state)
-            self._members, self._addresses = members, self._read_addresses()
+            self._members, self._places = members, self._read_places()
         return self._entries
 
     def _read_members(self) -> list[object]:
@@ -115,11 +117,11 @@ class ServedWeights:
                 read += (id(p), p.requires_grad, id(state.get(p)))
         return [*read, self.registry.changes]
 
-    def _read_addresses(self) -> list[object]:
-        return [
-            (e.source.address(e.param), e.param.dtype, e.param.shape, e.param.stride())
-            for e in self._entries
-        ]
+    def _read_places(self) -> list[object]:
+        """What tells that a parameter's memory was exchanged, or is seen in another way."""
+        params = [e.param for e in self._entries]
+        addresses = sources.addresses([e.source for e in self._entries], params)
+        return [*addresses, *map(_view, params), *map(Tensor.stride, params)]
 
     def with_master(self) -> list[Managed]:
         """Those of them that have a master."""

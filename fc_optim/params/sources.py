@@ -147,6 +147,13 @@ def to_local(tensor: Tensor) -> Tensor:
     return source_of(tensor).to_local(tensor)
 
 
+def addresses(owners: Sequence[ParameterSource], tensors: Sequence[Tensor]) -> list[object]:
+    """Where this rank's parts of tensors are, each asked of its source."""
+    if all(source is PLAIN for source in owners):  # every step asks
+        return list(map(Tensor.data_ptr, tensors))
+    return [source.address(t) for source, t in zip(owners, tensors, strict=True)]
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether the tensor says itself that it is part of a larger one (a DTensor)."""
     return type(tensor) not in _PLAIN and source_of(tensor).placements(tensor) is not None

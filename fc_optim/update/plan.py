@@ -17,7 +17,7 @@ from torch import Tensor
 from fc_optim.kernels.backends import Backend
 from fc_optim.kernels.batch import Batch
 from fc_optim.params.registry import CONTAINER_DTYPES, Managed
-from fc_optim.params.sources import is_sharded, source_of, to_local
+from fc_optim.params.sources import PLAIN, addresses, is_sharded, source_of, to_local
 from fc_optim.update.algorithms import Algorithm, algorithm_of
 from fc_optim.update.state import EPOCH, MASTER, check_state, move_state, state_keys
 
@@ -119,7 +119,9 @@ class KernelCall:
 
     def stage(self) -> None:
         """Fill the batch's lists."""
-        batch, parts = self.batch, (e.local for e in self.entries)
+        batch = self.batch
+        plain = all(e.source is PLAIN for e in self.entries)
+        parts = (e.param.detach() if plain else e.local for e in self.entries)
         columns = zip(*(self._row(e.state) for e in self.entries), strict=True)
         for name, column in zip(self.lists, columns, strict=bool(self.entries)):
             getattr(batch, name)[:] = map(to_local, column) if self._sharded else column
@@ -256,17 +258,14 @@ class Plan:
         """Note what the calls rest on, without holding it."""
         held = self._read_state()
         self._tensors = [weakref.ref(t) for t in held]  # state: torch swaps parameters only
-        self._address = [source_of(t).address if is_sharded(t) else Tensor.data_ptr for t in held]
-        self._addresses = self._read_addresses(held)
+        self._sources = [source_of(t) if is_sharded(t) else PLAIN for t in held]
+        self._addresses = addresses(self._sources, held)
 
     def _read_state(self) -> list[Tensor]:
         return [t for row, e in zip(self._rows, self.entries, strict=True) for t in row(e.state)]
 
     def _has(self, held: list[Tensor]) -> bool:
         return all(map(operator.is_, [t() for t in self._tensors], held))
-
-    def _read_addresses(self, held: list[Tensor]) -> list[object]:
-        return [address(t) for address, t in zip(self._address, held, strict=True)]
 
     def holds(self, context: Context, among: list[Managed]) -> bool:
         """Whether the calls are still of these entries, with the same state in the same memory."""
@@ -276,7 +275,7 @@ class Plan:
             held = self._read_state()
         except KeyError:  # somebody took a part of it away
             return False
-        return self._has(held) and self._read_addresses(held) == self._addresses
+        return self._has(held) and addresses(self._sources, held) == self._addresses
 
     def state_of(self, entries: list[Managed]) -> list[KernelCall]:
         """The calls that compare or adopt these entries, which may be a part of all."""

@@ -229,7 +229,7 @@ class FairCastOptimizer(Optimizer):
         resumed after a step. Draws no random numbers. It keeps no reference to what it gave, so
         beside the shards there is one whole parameter, or bucket, for each that the reader holds.
         """
-        items = stream.publish_items((self.weights,), "served", managed_only, tied)
+        items = stream.publish_items(self.weights, "served", managed_only, tied)
         return stream.stream(items, (self.weights,), full, copy, bucket_bytes)
 
     @eager
@@ -242,7 +242,7 @@ class FairCastOptimizer(Optimizer):
         bucket_bytes: int | None = None,
     ) -> NamedTensors:
         """As `served_params`, with the fp32 masters in place of their shadows."""
-        items = stream.publish_items((self.weights,), "master", managed_only, tied)
+        items = stream.publish_items(self.weights, "master", managed_only, tied)
         return stream.stream(items, (self.weights,), full, copy, bucket_bytes)
 
     @eager
@@ -251,7 +251,7 @@ class FairCastOptimizer(Optimizer):
 
         Computed shard by shard: every rank calls it, nothing is gathered.
         """
-        return sharded_digest(stream.publish_items((self.weights,), "served"))
+        return sharded_digest(stream.publish_items(self.weights, "served"))
 
     @property
     def served_version(self) -> int:

@@ -75,6 +75,7 @@ class ServedWeights:
         self._entries: list[Managed] = []
         self._members: list[object] | None = None
         self._places: list[object] = []
+        self._read_addresses = sources.address_reader([])
         self._plan: Plan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,6 +105,7 @@ class ServedWeights:
                 self.want_fp32_grads(group)
             self._plan = None  # it would keep the state that was exchanged
             self._entries = self.registry.managed(self.groups, self.state)
+            self._read_addresses = sources.address_reader([e.source for e in self._entries])
             self._members, self._places = members, self._read_places()
         return self._entries
 
@@ -120,8 +122,7 @@ class ServedWeights:
     def _read_places(self) -> list[object]:
         """What tells that a parameter's memory was exchanged, or is seen in another way."""
         params = [e.param for e in self._entries]
-        addresses = sources.addresses([e.source for e in self._entries], params)
-        return [*addresses, *map(_view, params), *map(Tensor.stride, params)]
+        return [*self._read_addresses(params), *map(_view, params), *map(Tensor.stride, params)]
 
     def with_master(self) -> list[Managed]:
         """Those of them that have a master."""

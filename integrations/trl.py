@@ -294,7 +294,7 @@ def _colocated(
     engine = OfflineEngine(generation.llm)
 
     def expect(sent: Manifest) -> None:
-        items = publish_items((optimizer.weights,), "served")  # frozen ones fuse with others
+        items = publish_items(optimizer.weights, "served")  # frozen ones fuse with others
         every = {i.name: entry(i.dtype, i.piece.shape, None) for i in items}
         engine.watch(iter(()), Manifest(sent.version, every))
 

@@ -69,7 +69,7 @@ class ServedSource(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         """Names, dtypes and whole shapes, in the order of iteration; gathers nothing."""
-        items = publish_items((self._optimizer.weights,), "served")
+        items = publish_items(self._optimizer.weights, "served")
         return [ParamMeta(i.name, i.dtype, tuple(i.piece.shape)) for i in items]
 
     def __iter__(self) -> Weights:

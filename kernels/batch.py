@@ -97,6 +97,12 @@ class MuonHyper:
     lr_ratio: float
 
 
+def hyper_key(hyper: AdamHyper | MuonHyper) -> tuple[Any, ...]:
+    """Its values, to compare: a tensor's value may not be read, it equals only itself."""
+    values = (getattr(hyper, name) for name in hyper.__slots__)
+    return tuple(id(x) if isinstance(x, Tensor) else x for x in values)
+
+
 def distinct_hypers(hypers: Sequence[AdamHyper | MuonHyper]) -> tuple[list[int], list[Any]]:
     """Each one's place in the list of distinct ones, and the list. Tensors equal only themselves.
 
@@ -110,8 +116,7 @@ def distinct_hypers(hypers: Sequence[AdamHyper | MuonHyper]) -> tuple[list[int],
         if id(h) in known:
             index.append(known[id(h)])
             continue
-        columns = (getattr(h, name) for name in h.__slots__)
-        key = tuple(id(x) if isinstance(x, Tensor) else x for x in columns)
+        key = hyper_key(h)
         if key not in places:
             places[key] = len(distinct)
             distinct.append(h)

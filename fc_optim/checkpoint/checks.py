@@ -291,7 +291,7 @@ def _check_complete(t: Target, fused: bool, own: bool) -> None:
     needed = [EPOCH] if own else []
     if fused:
         algorithm = ALGORITHMS[t.group["algorithm"]]
-        count = ["step"] if algorithm.has_step() else needed  # 0.1.0 had one of them
+        count = ["step"] if algorithm.has_step else needed  # 0.1.0 had one of them
         needed = [*algorithm.moments(t.hyper), *count]
     missing = [key for key in needed if t.entry.get(key) is None]
     if missing:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fc_optim.params.names import clean_name, param_id
+from fc_optim.params.names import clean_name, listed, param_id
 
 REMEDY = (
     "Build the optimizer with the parameters and groups that the state was saved with, call "
@@ -235,7 +235,5 @@ def _differences(theirs: Sequence[Place], ours: Sequence[Place]) -> str:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first of many names, for a message."""
-    names = list(names)
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(map(repr, names[:8])) + more
+    """The first of many names, quoted, for a message."""
+    return listed(map(repr, names))

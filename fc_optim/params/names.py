@@ -1,6 +1,7 @@
 """Names and identities of parameters: what keys the random bits, and what an engine is told."""
 
 import hashlib
+from collections.abc import Iterable
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -23,6 +24,12 @@ def without_wrappers(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first of many names, for a message."""
+    names = list(names)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def param_id(name: str) -> int:

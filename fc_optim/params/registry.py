@@ -237,9 +237,6 @@ class Registry:
         """The labels of all parameters, in group order."""
         return [identity.name for _, _, identity in self.places(groups)]
 
-    def name_of(self, groups: Groups, param: Tensor) -> str:
-        return next(identity.name for _, p, identity in self.places(groups) if p is param)
-
     # -- checks --------------------------------------------------------------------------------
 
     def check_orphans(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:

@@ -7,7 +7,7 @@ loaded once its framework is, so the core knows none of them.
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -147,11 +147,15 @@ def to_local(tensor: Tensor) -> Tensor:
     return source_of(tensor).to_local(tensor)
 
 
-def addresses(owners: Sequence[ParameterSource], tensors: Sequence[Tensor]) -> list[object]:
-    """Where this rank's parts of tensors are, each asked of its source."""
-    if all(source is PLAIN for source in owners):  # every step asks
-        return list(map(Tensor.data_ptr, tensors))
-    return [source.address(t) for source, t in zip(owners, tensors, strict=True)]
+def address_reader(owners: Sequence[ParameterSource]) -> Callable[[Sequence[Tensor]], list[object]]:
+    """A function that says where this rank's parts of tensors of these sources are.
+
+    Made once, since every step asks it.
+    """
+    if all(source is PLAIN for source in owners):
+        return lambda tensors: list(map(Tensor.data_ptr, tensors))
+    ask = [source.address for source in owners]
+    return lambda tensors: [address(t) for address, t in zip(ask, tensors, strict=True)]
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -75,16 +75,15 @@ class Item:
 
 
 def publish_items(
-    owners: Sequence[ServedWeights], which: str, managed_only: bool = False, tied: str = "once"
+    weights: ServedWeights, which: str, managed_only: bool = False, tied: str = "once"
 ) -> list[Item]:
     """Publish one optimizer's weights, and list them in the bound model's order if there is one."""
-    (weights,) = owners
     if weights.was_bound and weights.model is None:
         raise RuntimeError(
             "a pickled optimizer does not carry its model: call bind(model) before serving."
         )
     weights.publish()
-    return list_items(weights.model, owners, which, managed_only, tied)
+    return list_items(weights.model, (weights,), which, managed_only, tied)
 
 
 def list_items(

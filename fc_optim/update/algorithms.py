@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fc_optim.kernels.batch import AdamHyper, MuonHyper
+from fc_optim.kernels.batch import AdamHyper, MuonHyper, hyper_key
 from fc_optim.params.collectives import copy_to_shard, gather
 from fc_optim.params.registry import Managed
 from fc_optim.params.sources import source_of
@@ -27,19 +27,17 @@ class Algorithm:
 
     base: torch's optimizer of the same arithmetic and hyper-parameters.
     whole_matrices: its update needs the whole of a parameter, which a flat buffer may cut anywhere.
+    has_step: its state has torch's own fp32 `step`.
     """
 
     name: str
     base: type[Optimizer]
     whole_matrices: ClassVar[bool] = False
+    has_step: ClassVar[bool] = True
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The state keys that hold fp32 tensors of the parameter's shape."""
         raise NotImplementedError
-
-    def has_step(self) -> bool:
-        """Whether the state has torch's own fp32 `step`."""
-        return True
 
     def complete_group(self, group: Group) -> None:
         """Add the hyper-parameters that another base's group does not have."""
@@ -71,10 +69,10 @@ class Adam(Algorithm):
 
     def prepare(self, call: "KernelCall") -> None:
         hypers = {key: self._hyper(group) for key, group in call.groups.items()}
-        values = [_values(h) for h in hypers.values()]
-        if values != call.hyper_values:  # else the backend's tables of them still hold
+        keys = list(map(hyper_key, hypers.values()))
+        if keys != call.hyper_keys:  # else the backend's tables of them still hold
             call.batch.hypers = [hypers[id(e.group)] for e in call.entries]
-            call.hyper_values = values
+            call.hyper_keys = keys
 
     def _hyper(self, group: Group) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -93,25 +91,15 @@ class Adam(Algorithm):
             call.backend.adam_(call.batch)
 
 
-def _values(hyper: AdamHyper) -> tuple[object, ...]:
-    """To compare: a tensor, whose value nobody may read here, is equal to itself alone."""
-    return tuple(
-        id(x) if isinstance(x, Tensor) else x
-        for x in (hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.maximize)
-    )
-
-
 @dataclass(frozen=True)
 class Muon(Algorithm):
     """Momentum, orthogonalised by Newton-Schulz. Source: Jordan et al.; `torch.optim.Muon`."""
 
     whole_matrices: ClassVar[bool] = True
+    has_step: ClassVar[bool] = False
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",)
-
-    def has_step(self) -> bool:
-        return False
 
     def check_group(self, group: Group) -> None:
         if group.get("maximize") or group.get("amsgrad"):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fc_optim.params.collectives import anywhere
 from fc_optim.params.layouts import Group
+from fc_optim.params.names import listed
 from fc_optim.params.registry import Managed
 from fc_optim.params.words import differing_words
 from fc_optim.update.plan import Context, KernelCall, state_calls
@@ -92,7 +93,7 @@ class ForeignWrites:
         if anywhere(bool(found or failed), groups):
             if failed is not None:
                 raise failed
-            what = _listed(found) if found else "parameters of other ranks"
+            what = listed(dict.fromkeys(found)) if found else "parameters of other ranks"
             raise RuntimeError(
                 f"{action}: {what} changed since the optimizer last wrote: {REMEDIES}. "
                 "(The next step() would adopt them.)"
@@ -194,15 +195,11 @@ def _changed(counts: Tensor, names: list[str]) -> list[str]:
     return [n for n, c in zip(names, counts.tolist(), strict=True) if c]
 
 
-def _listed(names: Iterable[str]) -> str:
-    names = list(dict.fromkeys(names))
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 def _warn(names: list[str]) -> None:
     if names:
+        which = listed(dict.fromkeys(names))
         warnings.warn(
-            f"weights changed outside the optimizer were adopted as masters: {_listed(names)}. "
+            f"weights changed outside the optimizer were adopted as masters: {which}. "
             "If this was not meant, call restore_weights() before step().",
             stacklevel=6,
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fc_optim.params.names import listed
 from fc_optim.params.registry import Managed, check_dtype
 from fc_optim.update.algorithms import ALGORITHMS
 from fc_optim.update.state import MASTER, complete_state, id_tensor, new_master, on_grid
@@ -56,9 +57,8 @@ def add_masters(entries: Sequence[Managed], state: dict[Tensor, Any], fused: boo
 def _check_lost(entries: Sequence[Managed]) -> None:
     lost = [e.identity.name for e in entries if e.identity.has_master]
     if lost:
-        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
         raise RuntimeError(
-            f"optimizer.state: the masters of {', '.join(lost[:8])}{more} are gone. The weights "
+            f"optimizer.state: the masters of {listed(lost)} are gone. The weights "
             "hold their rounded copies only, hundreds of steps behind: load_state_dict() a saved "
             "state, or call adopt_weights() to begin new masters from the served weights. To begin "
             "the moments anew, call reset_moments() instead of clearing the state."

@@ -17,7 +17,7 @@ from torch import Tensor
 from fc_optim.kernels.backends import Backend
 from fc_optim.kernels.batch import Batch
 from fc_optim.params.registry import CONTAINER_DTYPES, Managed
-from fc_optim.params.sources import PLAIN, addresses, is_sharded, source_of, to_local
+from fc_optim.params.sources import PLAIN, address_reader, is_sharded, source_of, to_local
 from fc_optim.update.algorithms import Algorithm, algorithm_of
 from fc_optim.update.state import EPOCH, MASTER, check_state, move_state, state_keys
 
@@ -60,7 +60,7 @@ class KernelCall:
     staged: bool = False
     scratch: list[Tensor] | None = None
     adopted: Tensor | None = None  # on a GPU: counts that captured steps add to
-    hyper_values: list[Any] = field(default_factory=list)  # of the hyper-parameters in `batch`
+    hyper_keys: list[Any] = field(default_factory=list)  # of the hyper-parameters in `batch`
     entries: list[Managed] = field(init=False)
     idle: list[Managed] = field(init=False)
     groups: dict[int, dict[str, Any]] = field(init=False)  # the parameter groups, by identity
@@ -114,14 +114,13 @@ class KernelCall:
             algorithm.step(self)
         for e in self.idle:
             taken = 1 if batch.found_inf is None else batch.found_inf.reshape(()) == 0
-            for key in (EPOCH, "step")[: 1 + algorithm.has_step()]:
+            for key in (EPOCH, "step")[: 1 + algorithm.has_step]:
                 e.state[key] += taken
 
     def stage(self) -> None:
         """Fill the batch's lists."""
         batch = self.batch
-        plain = all(e.source is PLAIN for e in self.entries)
-        parts = (e.param.detach() if plain else e.local for e in self.entries)
+        parts = (e.local for e in self.entries)
         columns = zip(*(self._row(e.state) for e in self.entries), strict=True)
         for name, column in zip(self.lists, columns, strict=bool(self.entries)):
             getattr(batch, name)[:] = map(to_local, column) if self._sharded else column
@@ -203,7 +202,7 @@ def update_calls(context: Context, entries: Sequence[Managed]) -> list[KernelCal
             check_grad(e)
         move_state(everyone, device)
         algorithm = algorithm_of(everyone[0])
-        lists = {**_LISTS, **({"steps": "step"} if algorithm.has_step() else {})}
+        lists = {**_LISTS, **({"steps": "step"} if algorithm.has_step else {})}
         lists |= {f"{name}s": name for name in algorithm.moments(everyone[0].group)}
         batch = _empty_batch(context, device, [e for e in everyone if e.local.numel()])
         backend = context.backend_for(device)
@@ -258,8 +257,10 @@ class Plan:
         """Note what the calls rest on, without holding it."""
         held = self._read_state()
         self._tensors = [weakref.ref(t) for t in held]  # state: torch swaps parameters only
-        self._sources = [source_of(t) if is_sharded(t) else PLAIN for t in held]
-        self._addresses = addresses(self._sources, held)
+        self._read_addresses = address_reader(
+            [source_of(t) if is_sharded(t) else PLAIN for t in held]
+        )
+        self._addresses = self._read_addresses(held)
 
     def _read_state(self) -> list[Tensor]:
         return [t for row, e in zip(self._rows, self.entries, strict=True) for t in row(e.state)]
@@ -275,7 +276,7 @@ class Plan:
             held = self._read_state()
         except KeyError:  # somebody took a part of it away
             return False
-        return self._has(held) and addresses(self._sources, held) == self._addresses
+        return self._has(held) and self._read_addresses(held) == self._addresses
 
     def state_of(self, entries: list[Managed]) -> list[KernelCall]:
         """The calls that compare or adopt these entries, which may be a part of all."""

@@ -19,9 +19,7 @@ from fc_optim.update.algorithms import algorithm_of
 _CHUNK = 1 << 22  # elements: 17 MB for each int32 temporary
 
 MASTER = "master"
-EPOCH = (
-    "dither_step"  # steps taken, int64: the dither epoch of "fresh", whatever users do to `step`
-)
+EPOCH = "dither_step"  # int64: steps taken, the dither epoch of "fresh"; users zero `step`
 
 
 def state_keys(entry: Managed, fused: bool) -> tuple[str, ...]:
@@ -29,7 +27,7 @@ def state_keys(entry: Managed, fused: bool) -> tuple[str, ...]:
     if not fused:
         return (MASTER, EPOCH)
     algorithm = algorithm_of(entry)
-    step = ("step",) if algorithm.has_step() else ()
+    step = ("step",) if algorithm.has_step else ()
     return (MASTER, EPOCH, *step, *algorithm.moments(entry.group))
 
 
@@ -37,7 +35,8 @@ def new_master(entry: Managed) -> Tensor:
     """A contiguous fp32 copy of a parameter, canonical and cut as it is: the caller owns it."""
     kept = torch.contiguous_format
     master = entry.local.to(torch.float32, memory_format=kept, copy=True)
-    make_canonical(master)
+    whole = [[Segment.whole(0, master.numel())]]
+    reference.canonical_(Batch([], [master], whole, [], seed=0, epoch=0))
     return entry.source.from_local(entry.param, master)
 
 
@@ -48,13 +47,6 @@ def on_grid(part: Tensor) -> bool:
         if bool(((reference.canonical_bits(bits) & -0x10000) != bits).any()):
             return False
     return True
-
-
-def make_canonical(master: Tensor) -> None:
-    """In place: NaNs and magnitudes as masters store them (see `reference.canonical_bits`)."""
-    part = to_local(master)
-    whole = [[Segment.whole(0, part.numel())]]
-    reference.canonical_(Batch([], [part], whole, [], seed=0, epoch=0))
 
 
 def id_tensor(param_id: int) -> Tensor:
@@ -89,7 +81,7 @@ def complete_state(entry: Managed, fused: bool, new: bool = False) -> None:
         return
     algorithm = algorithm_of(entry)
     _check_moments(entry)
-    if algorithm.has_step():
+    if algorithm.has_step:
         _complete_step(state)
     for key in algorithm.moments(entry.group):
         value = state.get(key)

@@ -95,7 +95,8 @@ def test_what_is_served_has_these_names(wrap, group):
     assert list(opt.served_digest().parameters) == OWN
     assert opt.served_digest() == fc_optim.digest(served.items())
     assert [n for n, _ in fc_optim.served_params(model, opt)] == OWN
-    assert opt.weights.registry.name_of(opt.param_groups, next(model.parameters())) in OWN
+    first = next(model.parameters())
+    assert next(e.identity.name for e in opt.managed() if e.param is first) in OWN
     into = fc_optim.fp32_copy(model, opt, "served", into=compiled(Own()))
     for name, p in named_parameters(into):
         assert torch.equal(p, served[name].float())
